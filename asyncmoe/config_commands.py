@@ -62,7 +62,7 @@ def checked_keys(config: Path, overrides: Sequence[str]) -> Config:
 
 
 def shown(config: Config) -> str:
-    """Return a configuration as YAML; loading it gives an equal one. Its first line says what a null means that the engines decide."""
+    """Return a configuration as YAML; loading it gives an equal one. If rollout.max_concurrent is null, a comment gives its value."""
     head = f"# rollout.max_concurrent: {config.max_concurrent}\n" if config.rollout.max_concurrent is None else ""
     return head + str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
 

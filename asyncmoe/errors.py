@@ -58,7 +58,7 @@ class UserError(AsyncmoeError):
         hint: the fix; omitted if `expected` already implies it.
 
     Attributes:
-        rest: of an error about keys: the configuration without them, to be checked further; None if it is none without them.
+        rest: of an error about keys: the configuration without them, to be checked further; None if the rest is no configuration.
     """
 
     exit_code = 2

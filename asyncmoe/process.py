@@ -60,8 +60,8 @@ def keep_files() -> None:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts escaped, and the number of several. `Interrupted` gets no
-    prefix."""
+    """Print the error for the user, with control characters of foreign texts escaped, and the number of errors if several.
+    `Interrupted` gets no prefix."""
     prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
     count = str(error).count("\n") + 1
     told = f"{error}\n{count} errors" if isinstance(error, UserError) and count > 1 else error
@@ -219,7 +219,7 @@ class Child:
 
     @property
     def reason(self) -> str | None:
-        """Failure reason: the `error: ...` line in its log about a rank ended by a signal, else the first such line; None without one."""
+        """Failure reason: the `error: ...` line in its log about a rank ended by a signal, else the first `error:` line; None: neither."""
         errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 

@@ -247,7 +247,7 @@ def replace(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o
         OSError: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.unlink(missing_ok=True)  # nobody else has it open, or has chosen its permissions
+    part.unlink(missing_ok=True)  # so nobody else has it open, or has chosen its permissions
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
@@ -265,7 +265,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # from file systems in user space that cannot (fsync(2))
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # raised by file systems in user space that cannot flush it
             raise
     finally:
         os.close(handle)

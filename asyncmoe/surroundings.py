@@ -47,7 +47,7 @@ def settle() -> None:
 def proxy_for(url: str) -> str | None:
     """Return the environment's proxy for a URL, "http://[user:password@]host:port"; None: connect directly.
 
-    For requests to other services; those within a run use none. As with curl, no_proxy may contain networks.
+    For requests to other services; requests within a run use no proxy. As with curl, no_proxy may contain networks.
     """
     parts, found = urlsplit(url), getproxies()
     proxy, host = found.get(parts.scheme) or found.get("all"), parts.hostname or ""

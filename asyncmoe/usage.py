@@ -32,7 +32,7 @@ def invoke(app: typer.Typer) -> None:
     run: Callable[..., object] = app
     _name_no_type_of_flags()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be in its encoding
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack characters of file names
     try:
         status = run(prog_name="asyncmoe", standalone_mode=False)  # in standalone mode typer frames an error over several lines
     except _click.UsageError as error:

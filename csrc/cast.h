@@ -48,7 +48,7 @@ ASYNCMOE_BOTH inline float float_of(uint32_t bits) {
     return value;
 }
 
-// Loads a T from an address that is a multiple of its size on a GPU, and from any address on the host.
+// Loads a T. On a GPU the address must be a multiple of T's size; on the host any address will do.
 template <typename T>
 ASYNCMOE_BOTH inline T load_bits(const std::byte* from) {
 #ifdef __CUDA_ARCH__

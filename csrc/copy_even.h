@@ -52,7 +52,7 @@ ASYNCMOE_BOTH inline Matrix matrix_of(const ChunkView& chunk, const Tile& tile, 
             static_cast<uint32_t>(element - row * job.width)};
 }
 
-// The scale of the element at offset `elements` from the first of a tile.
+// The scale of the element that lies `elements` after a tile's first element.
 ASYNCMOE_BOTH inline float scale_behind(const Job& job, const Matrix& matrix, uint32_t elements) {
     const uint32_t at = matrix.column + elements, down = divide(at, job.width_divider, job.width);
     const uint32_t column = at - down * static_cast<uint32_t>(job.width);

@@ -66,7 +66,7 @@ void define_device(py::module_& module) {
         .def("record", &DeviceEvent::record, py::arg("stream"))
         .def("done", &DeviceEvent::done)
         .def("hold", &DeviceEvent::hold, py::arg("stream"))
-        .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device passed the point in time.");
+        .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device passed the point before the timeout.");
     py::class_<DeviceMemory, Owner<DeviceMemory>>(module, "DeviceMemory", "Memory of a device (csrc/device.h).")
         .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"), Unguarded())
         .def_static(

@@ -6,7 +6,7 @@
 namespace asyncmoe {
 namespace {
 
-// Adds a thread block's results. For its first thread.
+// Adds a thread block's results to the totals. Only the block's first thread calls it.
 __device__ void add(DeltaFound* found, const DeltaFound& more) {
     const auto one = [](uint64_t* to, uint64_t value) {
         if (value) atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));

@@ -30,7 +30,7 @@ ASYNCMOE_BOTH inline void for_elements(const DeltaView& view, const DeltaBlock& 
     }
 }
 
-// Finds where each block's body begins in a payload; returns the payload's size in bytes. For all threads.
+// Finds where each block's body begins in a payload; returns the payload's size in bytes. All threads call it.
 ASYNCMOE_BOTH inline uint64_t place_bodies(const DeltaView& view, const std::byte* payload, int64_t* bodies,
                                            OfTeam<uint64_t>& sums) {
     const int64_t share = (view.count + kTeam - 1) / kTeam;
@@ -92,7 +92,7 @@ ASYNCMOE_BOTH inline void for_changed(const CompareScratch& scratch, const Delta
             if (bits & 1) visit(static_cast<uint32_t>(group * kGroup) + k);
 }
 
-// Finds the changes from a block's bytes `old` to `now`, and how to encode them. For all threads.
+// Finds the changes from a block's bytes `old` to `now`, and how to encode them. All threads call it.
 ASYNCMOE_BOTH inline DeltaEntry compare_block(const DeltaBlock& block, const std::byte* now, const std::byte* old,
                                               CompareScratch& scratch) {
     const auto item = static_cast<int>(block.item);
@@ -123,7 +123,7 @@ ASYNCMOE_BOTH inline DeltaEntry compare_block(const DeltaBlock& block, const std
     return coded < block.elements * item ? DeltaEntry{changed, gaps} : DeltaEntry{kDense, 0};
 }
 
-// Compares a block, and writes its entry; returns its part of the totals. For all threads.
+// Compares a block, and writes its entry; returns its part of the totals. All threads call it.
 ASYNCMOE_BOTH inline DeltaFound survey(const DeltaView& view, int64_t number, const std::byte* now, std::byte* payload,
                                        CompareScratch& scratch) {
     const DeltaBlock& block = view.blocks[number];
@@ -145,7 +145,7 @@ ASYNCMOE_BOTH inline DeltaFound survey(const DeltaView& view, int64_t number, co
 }
 
 // Writes a block's body, once its entry is written and its place is known, and overwrites the message last sent with
-// the current block. For all threads.
+// the current block. All threads call it.
 ASYNCMOE_BOTH inline void code_block(const DeltaView& view, int64_t number, const std::byte* now, std::byte* payload,
                                      int64_t place, CompareScratch& scratch) {
     const DeltaBlock& block = view.blocks[number];
@@ -192,7 +192,7 @@ struct ApplyScratch {
 };
 
 // DeltaTable::apply for one block, whose body lies within the payload. A body with a position that does not fit is a
-// fault, and may be partly written. For all threads.
+// fault, and may be partly written. All threads call it.
 ASYNCMOE_BOTH inline DeltaFound apply_coded(const DeltaView& view, const DeltaBlock& block, DeltaEntry entry,
                                             const std::byte* body, bool write, ApplyScratch& scratch) {
     const bool dense = entry.changed == kDense;
@@ -216,7 +216,7 @@ ASYNCMOE_BOTH inline DeltaFound apply_coded(const DeltaView& view, const DeltaBl
         const auto wanted = static_cast<int>(entry.changed - done < kBatch ? entry.changed - done : kBatch);
         step([&](int thread) {
             if (thread != 0) return;
-            // One thread: where a gap begins depends on all gaps before it.
+            // Only one thread decodes, because where a gap begins depends on all gaps before it.
             int count = 0;
             while (count < wanted && take_gap(body, entry.gaps, block.elements, scratch.at, scratch.next))
                 scratch.positions[count++] = static_cast<uint32_t>(scratch.next++);
@@ -234,7 +234,7 @@ ASYNCMOE_BOTH inline DeltaFound apply_coded(const DeltaView& view, const DeltaBl
     return {0, sum_of_team(scratch.sums), 0, good ? 0u : 1u};
 }
 
-// The sum of the terms of a block's elements. For all threads.
+// The sum of the terms of a block's elements. All threads call it.
 ASYNCMOE_BOTH inline uint64_t read_block(const DeltaView& view, const DeltaBlock& block, OfTeam<uint64_t>& sums) {
     step([&](int thread) {
         uint64_t sum = 0;

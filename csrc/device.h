@@ -14,7 +14,7 @@ int cuda_device_count();
 // Makes a device current for this thread and returns the previous one.
 int swap_device(int device);
 
-// Makes a thread's previous device current again, unless that would be this process's first use of it.
+// Makes a thread's previous device current again, unless that would be this process's first use of that device.
 void restore_device(int device);
 
 // Free and total bytes of a device.

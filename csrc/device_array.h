@@ -9,9 +9,9 @@
 
 namespace asyncmoe {
 
-// Copies from pageable memory to the current device and waits. Avoids cudaMemcpy, which returns before the last part of
-// such a copy has arrived, and is ordered by the default stream: kernels on other streams would not wait for it, and it
-// would wait for a model's step that is enqueued there.
+// Copies from pageable memory to the current device and waits. Avoids cudaMemcpy: it returns before the last part of
+// such a copy has arrived, so kernels on other streams could run too early, and on the default stream it would wait for
+// a model's step enqueued there.
 inline void copy_now(void* there, const void* here, size_t nbytes) {
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");

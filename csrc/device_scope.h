@@ -28,8 +28,8 @@ inline void check(cudaError_t status, const std::string& what) {
     throw std::runtime_error(text);
 }
 
-// Drops an unchecked error of an earlier call on this thread, as in a destructor, so that it is not attributed to the
-// next launch.
+// Drops an error of an earlier call on this thread that nobody checked, for example in a destructor, so that it is not
+// attributed to the next launch.
 inline void forget_errors() { cudaGetLastError(); }
 
 // Whether this process already uses a device, that is, whether its primary context is active. Creates no context. False
@@ -38,7 +38,7 @@ bool has_context(int device);
 
 // Makes a device current for a scope. At the end it restores the previous device, unless this process has no context
 // there: since CUDA 12 cudaSetDevice creates one, about 500 MB on a GPU that the process was not given. A thread that
-// had not chosen a device, which CUDA reports as 0, therefore keeps this device.
+// had not chosen a device (CUDA then reports device 0) therefore keeps this one.
 class DeviceScope {
   public:
     explicit DeviceScope(int device) { check(enter(device), "cudaSetDevice " + std::to_string(device)); }

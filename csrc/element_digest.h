@@ -1,5 +1,5 @@
 // The canonical digest of a shard: a sum over its elements that depends neither on how the tensors are cut and placed
-// nor on the order of the terms, so that a change of an element changes it by the difference of two terms.
+// nor on the order of the terms, so that a change of an element changes the digest by the difference of two terms.
 #pragma once
 
 #include <cstddef>

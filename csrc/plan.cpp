@@ -163,7 +163,7 @@ int cut_axis(const Region& region) {
     return axis;
 }
 
-// Of the positions in a group at which a stretch may end, the one nearest to byte `at`.
+// The position nearest to byte `at` of a group at which a stretch may end.
 int64_t Matching::rounded(const Share& share, int64_t at) const {
     if (at == 0 || share.demands.empty()) return at;
     const auto after = std::upper_bound(share.demands.begin(), share.demands.end(), at,

@@ -136,7 +136,7 @@ ShmRing* ShmRing::create(const std::string& name, int64_t slots, int64_t slot_by
     Descriptor segment(create_exclusively(name));
     const int64_t bytes = segment_bytes(slots, slot_bytes);
     if (!take_lock(segment.get(), kSenderLock)) fail("locking " + name);
-    // Otherwise a full /dev/shm would kill the process with SIGBUS in the middle of a copy.
+    // Allocate now: with a full /dev/shm, a later copy would end in a SIGBUS that kills the process.
     if (const int reason = posix_fallocate(segment.get(), 0, bytes)) {
         shm_unlink(name.c_str());
         throw std::runtime_error("shared memory " + name + ": got " + std::generic_category().message(reason) +

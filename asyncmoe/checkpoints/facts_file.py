@@ -12,7 +12,7 @@ from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _KEYS = {"family": "model.family"}
-"""By fact: its configuration key, where the names differ."""
+"""The configuration key of each fact that has another name than its key."""
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def init(
 ) -> None:
     """Write a configuration for a model and a data set.
 
-    It has about twenty commented lines. It finds the columns of questions and answers by their usual names, and sizes
-    trainer and engines for the GPUs that are here, or for none:
+    The file has about twenty commented lines. The command finds the columns of questions and answers by their usual names, and sizes
+    trainer and engines for this machine's GPUs, or for CPUs if it has none:
 
         asyncmoe init --model Qwen/Qwen3-30B-A3B --data train.jsonl maths.yaml
     """
@@ -62,11 +62,11 @@ def export(
         bool, typer.Option("--adapter", help="For a run with train=lora: write only the adapter, in PEFT's format.")
     ] = False,
     float8: Annotated[
-        bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
+        bool, typer.Option("--float8", help="For a float8 model: write float8 weights, not the trainer's dtype.")
     ] = False,
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Dtype to write; default: the trainer's.")] = None,
     step: Annotated[
-        int | None, typer.Option(min=0, help="Step of the checkpoint, as `asyncmoe checkpoints RUN` lists; default: newest.")
+        int | None, typer.Option(min=0, help="Step of the checkpoint (see `asyncmoe checkpoints RUN`); default: newest.")
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model.

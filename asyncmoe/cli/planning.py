@@ -12,7 +12,7 @@ from asyncmoe.config_commands import ConfigPath, Overrides
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 _Measured = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Speeds that asyncmoe bench step CONFIG --json FILE measured, to scale by GPUs.")
+    Path | None, typer.Option(metavar="FILE", help="Speeds measured by asyncmoe bench step CONFIG --json FILE; scaled by GPUs.")
 ]
 _JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")]
 
@@ -44,7 +44,7 @@ def plan(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="config.json of a Hugging Face model, or its directory; with --config in place of model.path. No weights are read."
+            help="config.json of a Hugging Face model, or its directory; with --config, it replaces model.path. Weights are not read."
         ),
     ] = None,
     nodes: Annotated[
@@ -59,7 +59,7 @@ def plan(
     family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, for --nodes.")] = "auto",
     gpu_gb: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="Memory of a GPU in GB; default: 80.")] = None,
     nic: Annotated[
-        float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")
+        float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while it receives at the same rate: 450 over NVLink.")
     ] = 50.0,
     measured: _Measured = None,
     json_file: _JsonFile = None,
@@ -118,9 +118,8 @@ def simulate(
 
     Engines, queue, scoring, trainer and weight sync are simulated as events.
     The simulation starts no process and needs no GPU. It admits and drops
-    groups by the same rules as `asyncmoe run`. Measure on a few GPUs, by
-    asyncmoe bench step and --measured FILE, or write into a copy of
-    examples/plant.yaml:
+    groups by the same rules as `asyncmoe run`. Measure on a few GPUs with asyncmoe bench step and pass --measured FILE, or write these into
+    a copy of examples/plant.yaml:
 
     - the step time of an engine at two batch sizes: engines.step_s, engines.step_batch
 
@@ -132,7 +131,7 @@ def simulate(
 
         asyncmoe simulate examples/plant.yaml engines.count=96 trainer.gpus=32 --sweep
 
-    It reports the best split, max_staleness, and speed-up over mode sync.
+    The sweep reports the best split and max_staleness, and the speed-up over mode sync.
     """
     from asyncmoe import tables
     from asyncmoe.plan import speeds
@@ -159,9 +158,9 @@ def step(
     minutes: Annotated[float, typer.Option(min=0.1, max=60.0, help="Minutes to measure, from the second step on.")] = 2.0,
     json_file: Annotated[Path, typer.Option("--json", metavar="FILE", help="File for the figures.")] = Path("speeds.json"),
 ) -> None:
-    """Measure a configuration of your own: seconds of a training step, tokens per second of trainer and engines, which one waits.
+    """Measure a configuration of your own: seconds of a training step, tokens per second of trainer and engines, and who waits.
 
-    It runs CONFIG on this machine without warm-up, evaluation, checkpoints and loggers, in a directory that it deletes. A few GPUs suffice,
+    CONFIG runs on this machine without warm-up, evaluation, checkpoints and loggers, in a directory that is deleted. A few GPUs suffice,
     because `--measured FILE` scales the figures to a cluster's:
 
         asyncmoe bench step examples/cluster/qwen3-30b-a3b.yaml trainer.ranks=4 trainer.pp=1 engines.count=1

@@ -17,7 +17,7 @@ _Lines = Annotated[bool, typer.Option("--json", help="A line of JSON for each, a
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html of the run, or comparison.html of the first.")
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html in RUN, or comparison.html in the first RUN.")
     ] = None,
     samples: Annotated[
         bool, typer.Option("--samples/--no-samples", help="Include sampled trajectories; only you can read the file then.")
@@ -44,7 +44,7 @@ def checkpoints(
     restore: Annotated[
         str | None, typer.Option(metavar="URL", help="Restore a checkpoint from the copies that trainer.checkpoint_copy=URL made.")
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="With --restore: its step; default: the newest complete copy.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="With --restore: step to restore; default: the newest complete copy.")] = None,
     as_json: _Lines = False,
 ) -> None:
     """List the checkpoints of a run: step, time, size, state.
@@ -55,7 +55,7 @@ def checkpoints(
 
     - verified: --verify has read every file and found no damage
 
-    - damaged: the line names the file. A resumed run takes the one before it
+    - damaged: the line names the file. A resumed run uses the one before
 
     - unfinished: being written now, or left by a save that was killed
 
@@ -67,8 +67,8 @@ def checkpoints(
 
         asyncmoe export runs/demo OUT --step 40
 
-    trainer.checkpoint_every, keep_checkpoints and keep_every say which
-    checkpoints a run saves and keeps. docs/guides/checkpoints.md explains more.
+    trainer.checkpoint_every, keep_checkpoints and keep_every set which checkpoints a run saves and keeps. docs/guides/checkpoints.md
+    explains more.
     """
     from asyncmoe.checkpoints import overview
 
@@ -109,7 +109,7 @@ def show(
     version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
     outcome: Annotated[
         Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"] | None,
-        typer.Option(help="Groups with this outcome; lost: undone when the run resumed."),
+        typer.Option(help="Groups with this outcome; lost: the training was undone when the run resumed."),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
@@ -130,11 +130,11 @@ def show(
 
     - version: the weight version that sampled it
 
-    - logprob: its log-probability in the engine; ratio: trainer to engine
+    - logprob: its log-probability in the engine; ratio: the trainer's probability divided by the engine's
 
     - mask: trained, clipped, or rejected by the correction
 
-    - mismatch: layers whose router would have sent it elsewhere
+    - mismatch: layers in which the trainer's router would have chosen other experts
 
     For example:
 
@@ -144,8 +144,7 @@ def show(
 
         asyncmoe show runs/demo --step 420 --json | jq .reward
 
-    telemetry.samples says how many groups a run keeps: by default 2 of each
-    step's. docs/guides/samples.md explains what is shown.
+    telemetry.samples sets how many of each step's groups a run keeps: by default 2. docs/guides/samples.md explains what is shown.
     """
     from asyncmoe.telemetry.samples import command
 
@@ -158,13 +157,14 @@ def show(
 def log(run_dir: RunPath) -> None:
     """List the logs of a run, and verify the checksum of each record.
 
-    Changes nothing; the run may be running. Ends with status 1 if a record is damaged. docs/log-format.md describes the file format.
+    The command changes nothing, so the run may still be running. It ends with status 1 if a record is damaged. docs/log-format.md describes
+    the file format.
     """
     from asyncmoe.log import belonging, files
 
     known = belonging.read(run_dir)
     if known is None or known.redis or not known.where(run_dir).is_dir():
-        got = f"{run_dir}, whose log is in Redis" if known is not None and known.redis else f"{run_dir}, without one"
+        got = f"{run_dir}, whose log is in Redis" if known is not None and known.redis else f"{run_dir}, which has no log"
         raise DataError("log", got=got, expected="a run whose log is in a folder")
     found = [files.examine(each) for each in sorted(known.where(run_dir).iterdir()) if each.is_dir()]
     for each in found:

@@ -1,4 +1,4 @@
-"""Commands that run: everything on this machine, or one part of a run."""
+"""Commands that start a whole run on this machine, or one part of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from asyncmoe.process import unbroken_output
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run everything on this machine, or resume a stopped run.
 
-    It starts engines, queue and trainer, and writes the report. Repeat the
-    command to resume.
+    The command starts engines, queue and trainer, and writes the report. Repeat the command to resume.
 
     CONFIG may be the directory of a run, which then resumes there, even if it was moved or copied:
 
@@ -48,7 +47,7 @@ def eval_command(
     config: ConfigPath,
     overrides: Overrides = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write a line for each set there, as evaluation.jsonl has it.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write a line for each set to FILE, in the format of evaluation.jsonl.")
     ] = None,
 ) -> None:
     """Score a checkpoint on the evaluation sets, without a run.
@@ -76,7 +75,7 @@ def eval_command(
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run only the controller; engines and a trainer join it.
 
-    The controller has episodes, scoring and the queue.
+    The controller runs the episodes, the scoring and the queue.
     """
     from asyncmoe.config import moved
     from asyncmoe.launch import part
@@ -114,10 +113,10 @@ def worker(
 ) -> None:
     """Start one rollout worker that joins a run, on any machine.
 
-    For a run with rollout.start_workers=false. The machine needs the log's folder.
+    Use it if the run has rollout.start_workers=false. The machine needs access to the log's folder.
 
-    It runs episodes and holds their trajectories until the trainer has fetched them. It may start before or after the controller, and ends
-    with the run; a lost worker may be restarted at any time, under the same number.
+    The worker runs episodes and holds their trajectories until the trainer has fetched them. It may start before or after the controller,
+    and ends with the run; a lost worker may be restarted at any time, under the same number.
     """
     from asyncmoe.launch import part
 

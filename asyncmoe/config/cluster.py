@@ -22,4 +22,4 @@ class ClusterSection(Section):
     heartbeat_timeout_s: Seconds = 30.0
     """Seconds without a heartbeat after which an engine counts as dead and its responses continue elsewhere."""
     requeues: NonNegative = 3
-    """How often a SLURM job may requeue itself after it lost a process."""
+    """How many times a SLURM job may requeue itself after it lost a process."""

@@ -85,7 +85,7 @@ def first_gpu(config: Config, several: bool) -> int:
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
-    """The demand on the run's machine; with `several`, the demands on a trainer machine and on an engine machine."""
+    """The GPUs wanted on the run's machine; with `several`, those wanted on a trainer machine, and on an engine machine."""
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
@@ -97,8 +97,8 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
 
 
 def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
-    """The first GPU of one node of an engine. On one machine the GPUs of its nodes are adjacent; on several, each node has the `index`-th
-    share of its machine.
+    """The first GPU of one node of an engine. On one machine the GPUs of its nodes are adjacent; on several, each node uses the `index`-th
+    share of its machine's GPUs.
 
     Args:
         index: number of the engine, or of its part, on the machine.

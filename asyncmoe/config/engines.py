@@ -15,7 +15,7 @@ class EngineSection(Section):
     """The SGLang servers."""
 
     count: Positive = 1
-    """SGLang servers. With join, the number that must have joined before the run begins."""
+    """Number of SGLang servers. With join: the number that must have joined before the run begins."""
     join: bool = False
     """true: you start engines with `asyncmoe engine`, on any machine and at any time, and they join the run. false: `asyncmoe run` starts
     them on its own machine."""
@@ -24,8 +24,8 @@ class EngineSection(Section):
     ep: Positive = 1
     """Expert-parallel ranks of an engine; must divide tp."""
     nodes: Positive = 1
-    """Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 `asyncmoe engine` runs on each of them with
-    the same --name and its own --node; without join, all run on one machine."""
+    """Machines over which the ranks of one engine are spread evenly; must divide tp. If above 1, `asyncmoe engine` runs on each of these
+    machines with the same --name and its own --node; without join, all ranks run on one machine."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json names none."""
     python: Path | None = None
@@ -49,9 +49,9 @@ class EngineSection(Section):
     """A hung engine is killed within this many seconds of its last token (of a request or a probe); its responses continue elsewhere. It
     gets no new requests long before that. Raise this if a forward pass can take a third of it."""
     restarts: NonNegative = 3
-    """How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each further one. It
-    serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With sync.method broadcast or
-    disk, or sync.every above 1, the run ends instead.)"""
+    """How many times an engine that died or hung is restarted; 5 s pass before the first restart and twice as long before each further one.
+    A restarted engine serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With
+    sync.method broadcast or disk, or sync.every above 1, the run ends instead.)"""
     orphan_s: NonNegativeSeconds = 60.0
     """Seconds that engines outlive a lost controller, waiting for the next one to take them over. Raise it if the controller takes long to
     start. 0: engines end with their controller, and losing it ends the run."""

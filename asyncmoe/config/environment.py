@@ -23,16 +23,17 @@ class ToolsSection(Section):
     style: str = "hermes"
     """Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: [name: argument], for
     models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder or deepseekv3. environment.kind
-    openai returns such calls as its API's tool calls; it refuses brackets, in which a call may lack its tool's name."""
+    openai returns such calls as tool calls of its API; it refuses the style brackets, because a call in brackets may lack the tool's
+    name."""
     schemas: bool | None = None
-    """Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and the task has
+    """Give the tools' schemas to the chat template, which describes them to the policy. null: yes if style is not brackets and the task has
     chat prompts."""
     options: dict[str, dict[str, Any]] = Field({})
     """Limits by tool name (for your own function, its name): timeout_s, concurrency and characters of the answer; python has further
     limits."""
     on_failure: Literal["observe", "reject"] = "observe"
-    """A call takes too long, answers too much, or is killed. observe: the policy reads that, and its last response within the limits on
-    turns and tokens is scored. reject: the episode is rejected, as always where a tool fails by itself."""
+    """What happens if a call takes too long, answers too much, or is killed. observe: the policy reads a message about it, and its last
+    response within the limits on turns and tokens is scored. reject: the episode is rejected, as it always is if the tool itself fails."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
     """Maximum simultaneous sessions with MCP servers, over all episodes; a command's session is a process. Further episodes wait at their
@@ -69,11 +70,12 @@ class EnvironmentSection(Section):
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = 8
-    """Maximum responses of an agent in an episode; an episode with more is rejected (kind tools: tools.on_failure)."""
+    """Maximum responses of an agent in an episode; an episode with more is rejected (kind tools: as tools.on_failure says)."""
     max_agents: Positive = 8
     """Maximum agents in an episode; the conversation of each becomes a trajectory."""
     max_paths: Positive = 32
-    """Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory."""
+    """Maximum paths of an agent's tree of turns, which branches where the history is forked, edited or cut; each path becomes a
+    trajectory."""
     max_tokens: Positive | None = None
     """Maximum tokens of an agent's conversation; null: the model's context length."""
     timeout_s: Seconds = 600.0

@@ -62,7 +62,7 @@ class EvaluationSet(SourceSection):
 
 
 class EvaluationSection(Section):
-    """Ask the same questions of every n-th version, and of the last, on the same engines. Training does not wait for the answers."""
+    """Ask every n-th version, and the last, the same questions, on the run's own engines. Training does not wait for the answers."""
 
     every: NonNegative = 0
     """Versions between evaluations, the first at the end of the warm-up; 0: never. The last step's version is always evaluated, before the
@@ -70,11 +70,11 @@ class EvaluationSection(Section):
     prompts: Positive = 64
     """Maximum questions of an evaluation, the same ones each time."""
     samples: Positive = 1
-    """Episodes per question; more give a less noisy mean, and pass@k for k up to their number."""
+    """Episodes per question; more give a less noisy mean, and pass@k for every k up to this number."""
     path: Path | None = None
     """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal one of them except in white space
-    and system messages. null: questions held out from the task, which training never asks; for an endless task (arithmetic) they are drawn
-    separately, and may coincide with training questions."""
+    and system messages. null: questions held out from the task, which training never asks; for an endless task (arithmetic) evaluation
+    questions are drawn separately, and may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
     pass_reward: Real = 1.0
     """Lowest reward with which an episode passes, for pass@k."""

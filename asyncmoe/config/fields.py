@@ -39,7 +39,7 @@ def _switch(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_number)
-"""Put it last in `Annotated`, after the bounds, or the JSON schema lacks the bounds."""
+"""Put `NUMBER` last in `Annotated`, after the bounds; otherwise the JSON schema lacks the bounds."""
 FINITE = Field(allow_inf_nan=False)
 Real = Annotated[float, FINITE, NUMBER]
 Positive = Annotated[int, Field(gt=0), NUMBER]
@@ -47,7 +47,7 @@ NonNegative = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
 _WEEK_S = 604800
-"""Longest wait in seconds: three times as long, in milliseconds, still fits the timeout of poll(2)."""
+"""Longest wait in seconds: three times this, in milliseconds, still fits the timeout of poll(2)."""
 Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
@@ -145,5 +145,5 @@ Filled = TypeVar("Filled", bound=Section)
 
 
 def filled(one: Filled, others: Section, names: Iterable[str]) -> Filled:
-    """Return a section whose null values, among the keys `names`, are taken from another section."""
+    """Return `one` with its null values, as far as their keys are in `names`, replaced by those of another section."""
     return one.model_copy(update={name: getattr(others, name) for name in names if getattr(one, name) is None})

@@ -1,6 +1,7 @@
 """Removed keys and commands, and what to do instead.
 
-A removed key with an idle value is ignored, so that the configuration of an older run, which has every key, can be read.
+A removed key is ignored if its value is harmless (`Gone.idle`), so that the configuration of an older run, which lists every key, can be
+read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may
 _PROFILE = "nothing: a profile has the names of operators and their times"
 _HOST = "nothing: /metrics is on 127.0.0.1, where a Prometheus agent on the same machine reads it"
 _CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine check every step, without another forward pass"
-_BOUND = "a fixed bound, in the key above: running medians are no longer kept"
+_BOUND = "a fixed bound, which the rule's key `above` sets: running medians are no longer kept"
 _REWARD = "nothing: watch.alerts.command and the report show a reward that falls"
 _TAIL = "nothing: run.mode async has no batches whose tail could be cut"
 _ORDER = "nothing: a task of your own decides which prompts come next (examples/real/curriculum.py, docs/guides/task.md)"
@@ -168,7 +169,7 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("trainer.precision", "fp32"): "trainer.dtype=float32",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
-"""(Key, removed value of it) -> what to do instead."""
+"""(Key, one of its values that was removed) -> what to do instead."""
 
 _LIVE = "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live"
 _RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
@@ -199,7 +200,7 @@ COMMANDS: Mapping[str, str] = {
     "simulate --trace": "workload=RUN_DIR for a run's lengths; set sizes and seconds by keys, from its config.yaml and its report",
     "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
 }
-"""Removed command of `asyncmoe`, or option of one -> what to do instead."""
+"""Removed command of `asyncmoe`, or removed option of a command -> what to do instead."""
 
 
 def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[str, ...], tuple[Any, str]]:
@@ -247,10 +248,10 @@ def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def _remove(values: dict[str, Any], path: tuple[str, ...], keys: Mapping[str, Gone]) -> None:
-    """Remove a key, and a removed section that has nothing else."""
+    """Remove a key, and the removed sections that are then empty."""
     for depth in range(len(path), 0, -1):
         inner: Any = values
         for name in path[: depth - 1]:
             inner = inner[int(name)] if isinstance(inner, list) else inner[name]
         if depth == len(path) or (".".join(path[:depth]) in keys and not inner.get(path[depth - 1])):
-            inner.pop(path[depth - 1], None)  # two keys of a YAML file may share a value
+            inner.pop(path[depth - 1], None)  # with YAML aliases two keys share a value

@@ -76,7 +76,7 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
 
 
 def section(schema: type[Schema], values: object, key: str) -> Schema:
-    """Validate plain values of the section `key`, which a user's own code gives.
+    """Validate plain values that a user's own code gives for the section `key`.
 
     Raises:
         ConfigError: names every invalid value with the path of its key, a line each.
@@ -99,12 +99,12 @@ def _validated(schema: type[Schema], values: dict[str, Any], source: Source, ref
             found = schema.model_validate(rest)
         except ValidationError as error:
             explained = {one.what.rpartition(": ")[2]: one for one in explain(error, source, schema)}
-            # What a section lacks only because a key was taken out of it is no error of the user's.
+            # If a section lacks something only because a key was taken out of it, the user made no error.
             if own := [one for key, one in explained.items() if one.got != "nothing" or key.rpartition(".")[0] not in cut]:
                 faults.add(together(own))
             keys = {*explained}
             cut |= {key.rpartition(".")[0] for key in keys}
-            while keys and (left := _without(rest, keys)) == rest:  # none of them is given: their sections
+            while keys and (left := _without(rest, keys)) == rest:  # none of these keys is given: take out their sections
                 keys = {key.rpartition(".")[0] for key in keys if "." in key}
             rest = left if keys else None
     if found is None or faults.found:
@@ -115,7 +115,7 @@ def _validated(schema: type[Schema], values: dict[str, Any], source: Source, ref
 
 
 def _without(value: Any, keys: Collection[str], at: str = "") -> Any:
-    """Return nested values without some keys, each a path."""
+    """Return nested values without the keys at some paths."""
     if isinstance(value, dict):
         return {name: _without(part, keys, f"{at}{name}.") for name, part in value.items() if f"{at}{name}" not in keys}
     return [_without(part, keys, f"{at}{index}.") for index, part in enumerate(value)] if isinstance(value, list) else value
@@ -148,7 +148,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys; YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -26,8 +26,8 @@ class LogSection(Section):
     appendfsync always, maxmemory-policy noeviction and memory for the whole log; a run can then resume on another node. Needs the extra
     redis. null: a folder."""
     max_bytes: Positive = 256 << 30
-    """Maximum bytes of finished groups that a process keeps; turns may take another quarter of that. Groups are deleted once no checkpoint
-    needs them; a full log ends the run without loss. Raise it, or save checkpoints more often (trainer.checkpoint_every)."""
+    """Maximum bytes of finished groups that a process keeps; recorded turns may take another quarter of that. Groups are deleted once no
+    checkpoint needs them; a full log ends the run without loss. Raise it, or save checkpoints more often (trainer.checkpoint_every)."""
     piece_tokens: NonNegative = 1024
     """Tokens after which an unfinished response is recorded: it is sampled in requests of this many tokens, each continuing the one before,
     so that a stopped run loses at most this many tokens of a response. 0: whole responses only. Has no effect with rollout.interruption

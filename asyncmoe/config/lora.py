@@ -16,7 +16,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 Target = Literal[
     "q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 ]
-"""A linear layer that can have an adapter, by Hugging Face module name. A model has some of them."""
+"""A linear layer that can have an adapter, by Hugging Face module name. A model has only some of these layers."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 

@@ -18,9 +18,10 @@ class McpServer(Section):
     args: tuple[str, ...] = ()
     """Arguments of the command."""
     env: dict[str, str] = Field({})
-    """Environment variables of the command. Of the rollout worker's it gets only HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+    """Environment variables of the command. Of the rollout worker's variables the command gets only HOME, LOGNAME, PATH, SHELL, TERM and
+    USER."""
     env_from: tuple[str, ...] = ()
-    """Names of variables of the rollout worker that the command gets; for secrets, which do not belong in the configuration."""
+    """Names of further variables of the rollout worker that the command gets; for secrets, which do not belong in the configuration."""
     cwd: Path | None = None
     """Working directory of the command; null: the rollout worker's."""
     url: str | None = None
@@ -28,7 +29,7 @@ class McpServer(Section):
     token_env: str | None = None
     """Variable of the rollout worker's environment with the URL's bearer token."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy gets, by the server's names for them; none: all."""
+    """Names, at the server, of the tools that the policy gets; none: all."""
     prefix: str = ""
     """Prefix of the tools' names, for servers with tools of the same name."""
     start_timeout_s: Seconds = 30.0
@@ -41,7 +42,7 @@ class McpServer(Section):
     @model_validator(mode="after")
     def _check(self) -> McpServer:
         if bool(self.command) == bool(self.url):
-            got = "neither it nor url" if not self.url else "both it and url"
+            got = "neither command nor url" if not self.url else "both command and url"
             raise refused("command", got, "one of them: a program, or a server that runs")
         if self.url is None and self.token_env is not None:
             raise refused("token_env", self.token_env, "null because a command has no bearer token; use env_from")

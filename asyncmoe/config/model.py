@@ -9,7 +9,7 @@ from asyncmoe.config.fields import NameOrPlugin, Positive, Section
 
 
 class MadeModel(Section):
-    """A tiny random model, written to `model.path` if nothing is there and it lies below runs/models or run.dir (`asyncmoe make-model`
+    """A tiny random model, written to `model.path` if that does not exist and lies below runs/models or run.dir (`asyncmoe make-model`
     writes the same anywhere)."""
 
     layers: Positive = 2
@@ -43,5 +43,5 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."""
     make: MadeModel | None = None
-    """Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir only; leave it out for a model of your
-    own."""
+    """Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir only; leave this key out for a model of
+    your own."""

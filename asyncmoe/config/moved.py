@@ -1,4 +1,5 @@
-"""The configuration of a run, adapted to the directory the run is in now: it may have been moved, copied or renamed since its start."""
+"""The configuration of a run, adapted to the directory the run is in now: the run may have been moved, copied or renamed since its
+start."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a run to start or resume.
 
     Args:
-        path: its YAML file, as for `asyncmoe.config.loading.load_as`, or the directory of a run, as for `of_run`.
+        path: the run's YAML file, as for `asyncmoe.config.loading.load_as`, or the directory of a run, as for `of_run`.
     """
     return of_run(path, overrides, idle=False) if is_run(path) else load_as(Config, path, overrides)
 
@@ -56,13 +57,13 @@ def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -
 
 
 def absolute(config: Config) -> Config:
-    """Return the configuration with absolute paths, so that it means the same in every directory. A `path` that does not exist, being an id
-    on the Hugging Face hub, stays."""
+    """Return the configuration with absolute paths, so that it means the same in every directory. A `path` that does not exist stays: it is
+    an id on the Hugging Face hub."""
     return Config.model_validate(_each_path(config, lambda key, path: path if key == "path" and not path.exists() else path.absolute()))
 
 
 def check_place(file: Path, overrides: Sequence[str]) -> None:
-    """Refuse to start from the configuration in a run's directory if it names another directory: another run would start or resume.
+    """Refuse to start from the configuration in a run's directory if its run.dir is another directory: another run would start or resume.
 
     Raises:
         ConfigError: the run was moved or copied, and no override names its directory.

@@ -27,8 +27,8 @@ Band = tuple[NonNegativeFloat, PositiveFloat]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
 PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages in units of deviations for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
-pass_at_k gives 0 to all but the best response."""
+"""Advantages that are in standard deviations for every response, as normalised step rewards are. Those of dr_grpo, rloo and opo are in
+units of the reward; pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
 Weight = Literal["token", "sequence", "none"]
@@ -82,8 +82,8 @@ class KLSection(Section):
     """Penalty for moving away from the reference policy: the weights training started from."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the penalty; 0: none. Above 0 costs a second copy of the weights and an extra forward pass. Lower it if the policy does not
-    move."""
+    """Weight of the penalty; 0: none. A penalty costs a second copy of the weights and an extra forward pass. Lower it if the policy does
+    not move."""
     estimator: Estimator = "k3"
     """k1, k2, k3: Schulman's estimators, without importance weights; the gradient of k1 is zero in expectation. unbiased: k3 times the
     ratio of trainer to engine (DeepSeek-V3.2)."""
@@ -111,19 +111,21 @@ class ObjectiveSection(Section):
 
     advantage: Annotated[str, NameOrPlugin(get_args(Advantage))] = "grpo"
     """Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same without division;
-    rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: only the best of a group,
-    by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; reinforce_plus_plus_baseline: reward
-    minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal rewards the same small advantage; gdpo:
-    as grpo of each metric beside the reward, summed, then normalised over the batch; or your own function (docs/guides/objective.md)."""
+    rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: for the best of a group
+    its lead over the second best, 0 for the others; reinforce_plus_plus: reward normalised over the batch's tokens;
+    reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal
+    rewards the same small advantage; gdpo: grpo's advantage of each metric beside the reward, summed, then normalised over the batch; or
+    your own function (docs/guides/objective.md)."""
     advantage_options: dict[str, Any] | None = None
-    """Keyword arguments of your own advantage; of gdpo: weights, a number by name of a metric (null: each metric counts once)."""
+    """Keyword arguments of your own advantage. For gdpo: weights, a mapping from names of metrics to numbers; null: the weight of each
+    metric is 1."""
     loss: Annotated[str, NameOrPlugin(("surrogate",))] = "surrogate"
-    """Loss of a token. surrogate: minus its advantage times its ratio, as ratio and clip say; or your own function, which replaces ratio,
-    clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
+    """Loss of a token. surrogate: minus its advantage times its clipped ratio, which ratio and clip define; or your own function, which
+    replaces ratio, clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
     loss_options: dict[str, Any] | None = None
     """Keyword arguments of your own loss."""
     ratio: Literal["token", "sequence"] = "token"
-    """Clipped ratio. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."""
+    """The ratio that is clipped. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."""
     clip: Clip = "ppo"
     """ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the token's probability
     has moved by more than clip_low or clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE weighted by the ratio."""
@@ -135,8 +137,8 @@ class ObjectiveSection(Section):
     """ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none."""
     proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     """Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra forward pass if
-    updates_per_batch is above 1; loglinear: that policy, interpolated from each token's version without a pass; behaviour: the engine's
-    policy."""
+    updates_per_batch is above 1; loglinear: that policy, approximated by interpolation with each token's version, without a pass;
+    behaviour: the engine's policy."""
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()
@@ -188,7 +190,7 @@ class ObjectiveSection(Section):
 
 
 def _check_weights(options: Mapping[str, Any] | None) -> None:
-    """Refuse options that gdpo does not take."""
+    """Refuse options that gdpo does not accept."""
     weights = {"": 1.0} if options is None else options.get("weights")
     numbers = isinstance(weights, dict) and all(isinstance(one, int | float) and isfinite(one) for one in weights.values())
     if not weights or not numbers or (options or {}).keys() - {"weights"}:

@@ -15,8 +15,9 @@ class StalenessSection(Section):
     """Staleness: how many versions a trained token may be behind the trainer."""
 
     max_staleness: NonNegative = 1
-    """Versions a trained token may be behind (eta in AReaL's paper). Capacity law: a response starts only while accepted + running <
-    (max_staleness + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios are clipped."""
+    """Versions a trained token may be behind (eta in AReaL's paper). Capacity law: a response starts only while accepted + running
+    trajectories < (max_staleness + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios
+    are clipped."""
     rule: StalenessRule = "drop"
     """What happens to a group whose oldest token is more than max_staleness versions old when its turn to train comes. drop: it is
     discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to drop_above."""

@@ -83,7 +83,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        if "." not in key:  # the key's section has a name of the user's own
+        if "." not in key:  # the user named the key's section
             key = ".".join(parts if parts[-1:] == (key,) else (*parts, key))
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
@@ -123,7 +123,7 @@ def keys_named(name: str) -> list[str]:
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the path of every key of the schema, without those of sections in lists and mappings, whose paths have a number or a name."""
+    """Yield the path of every key of the schema, except keys of sections in lists and mappings, whose paths contain an index or a name."""
     for name, one in section.model_fields.items():
         yield prefix + name
         choices = one.annotation.__args__ if isinstance(one.annotation, UnionType) else (one.annotation,)

@@ -28,8 +28,8 @@ class RolloutSection(Section):
     """Sample only from the fewest tokens whose probabilities add up to this; 1: from all. Below 1 it needs top_k, or keep.sampling_mask
     off."""
     top_k: Annotated[int, Field(ge=2), NUMBER] | None = None
-    """Sample only from this many most probable tokens, at least 2, as 1 leaves nothing to learn; null: from all. Needed if top_p or min_p
-    exclude tokens, at most 4096, unless keep.sampling_mask is off."""
+    """Sample only from this many most probable tokens, at least 2, as 1 leaves nothing to learn; null: from all. Unless keep.sampling_mask
+    is off, it must be at most 4096, and it must be set if top_p or min_p exclude tokens."""
     min_p: Decay = 0.0
     """Do not sample tokens less probable than this share of the most probable token's probability; 0: off. Above 0 it needs top_k, or
     keep.sampling_mask off."""
@@ -39,7 +39,8 @@ class RolloutSection(Section):
     order: Order = "fifo"
     """Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. fifo: first
     come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each new prompt, then
-    the others, starting with prompts whose responses were long (for run.mode sync and one_step_off; in async more groups are dropped)."""
+    the other responses, starting with prompts whose responses were long (for run.mode sync and one_step_off; in async more groups are
+    dropped)."""
     request_timeout_s: Seconds = 300.0
     """Seconds an engine may take for a response; a slower response is rejected and its group started over."""
     interruption: Interruption = "in_place"
@@ -47,15 +48,16 @@ class RolloutSection(Section):
     and values are recomputed (not with keep.routing); abort_resume: they are aborted and sent again as prefixes; abort_retry: they start
     again from the prompt; drain: they finish before the version lands."""
     filter_equal: bool = False
-    """Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with
-    objective.advantage reinforce_plus_plus or gdpo, to which they carry one."""
+    """Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with objective.advantage
+    reinforce_plus_plus or gdpo, which give such groups an advantage."""
     max_rejected_share: Share = 0.25
-    """The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because the rest is a
-    biased sample; 1: only if all of them were."""
+    """The run ends if more than this share of the last 128 groups (or of fewer, but at least 32) was rejected and not started over, because
+    the remaining groups are a biased sample; 1: only if all were rejected."""
 
     workers: Positive = 1
     """Rollout workers: processes that run the episodes, each with its share of max_concurrent over all engines, and hold the trajectories
-    until the trainer has fetched them. One keeps up with some dozens of GPUs (benchmarks/README.md); raise it for more."""
+    until the trainer has fetched them. One worker keeps up with some dozens of GPUs (benchmarks/README.md); raise the number for more
+    GPUs."""
     start_workers: bool = True
     """The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number 1` (and so on)
     on its own machine, where it needs the log's folder."""
@@ -79,4 +81,4 @@ class KeepSection(Section):
     the model has experts."""
     sampling_mask: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
     """Keep the sampling mask: record the ids each token was sampled from; the trainer normalises its probabilities over the same ids. auto:
-    on if rollout.top_p, top_k or min_p exclude some. Needs rollout.top_k."""
+    on if rollout.top_p, top_k or min_p exclude any ids. Needs rollout.top_k."""

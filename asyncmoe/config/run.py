@@ -18,17 +18,18 @@ class RunSection(Section):
     steps: Positive
     """Reinforcement-learning steps, not counting warmup.steps."""
     mode: Literal["async", "sync", "one_step_off"] = "async"
-    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. sync: each batch
-    is sampled with the weights that it then trains, so engines and trainer take turns (sets max_staleness 0). one_step_off: a batch
-    is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 and rollout.interruption
+    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. sync and one_step_off are baselines. sync:
+    each batch is sampled with the weights that it then trains, so engines and trainer take turns (sets max_staleness 0). one_step_off: a
+    batch is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 and rollout.interruption
     drain)."""
     seed: NonNegative = 0
     """Seed of every random draw: prompts, sampling."""
     new_data_at: NonNegative | None = None
-    """Step of the checkpoint from which the run may resume with another task or evaluation."""
+    """Step of a checkpoint; when the run resumes from it, task and evaluation may differ from before."""
     controller_restarts: NonNegative = 2
-    """How often in a row, without a new step in between, a controller ended by a signal (killed, crashed, out of memory) is restarted, and
-    the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: losing it ends the run."""
+    """How many times in a row, without a new step in between, a controller ended by a signal (killed, crashed, out of memory) is restarted.
+    The trainer restarts with it, from the newest checkpoint, while engines wait (engines.orphan_s). 0: losing the controller ends the
+    run."""
 
 
 class WarmupSection(Section):

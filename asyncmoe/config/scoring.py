@@ -49,10 +49,11 @@ class ScoringSection(Section):
     deadline_s: Seconds = 600.0
     """Seconds the scoring of one response may take, including all waiting and retries."""
     retries: NonNegative = 2
-    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline. 0: neither is retried."""
+    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline instead. 0: no call is
+    retried."""
     try_first: bool = True
-    """Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if that fails.
-    false: for an endpoint that is ready only later."""
+    """Before engines start, score the first prompt's own answer once, with the scorer and the teacher; the run ends if that fails. Set
+    false for an endpoint that is ready only later."""
     on_failure: Literal["drop", "requeue"] = "drop"
     """What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled again, up to 3
     attempts in all."""

@@ -1,6 +1,6 @@
 """Arguments (`engines.args`) and environment variables of SGLang's server that users may set: those that change nothing asyncmoe relies on
 (recorded log-probabilities, routes and masks, versions, and the memory that weights are written into). All others are refused, so that an
-argument of another SGLang is reviewed before a run trains with it.
+argument of another SGLang version is reviewed before a run trains with it.
 
 Source: the fields of sglang 0.5.23's ServerArgs (srt/arg_groups/fields) and srt/environ.py. A test compares them.
 """
@@ -36,11 +36,12 @@ _VARIABLES = """
 SGLANG_CACHE_DIR SGLANG_CPU_OMP_ SGLANG_CUDA_COREDUMP SGLANG_ENABLE_JIT_ SGLANG_JIT_ SGLANG_LOG_ SGLANG_PROFILE_ SGLANG_PYSPY_
 SGLANG_TIMEOUT_KEEP_ALIVE SGLANG_TORCH_PROFILER_DIR SGLANG_USE_CPU_ENGINE
 """
-"""Beginnings of the names of supported variables of the environment."""
+"""Prefixes of the names of supported environment variables."""
 
 
 def refusal(words: Iterable[str]) -> str:
-    """Return why arguments are refused; empty if they are supported. A name must be complete, though SGLang accepts its beginning."""
+    """Return why arguments are refused; empty if they are supported. A name must be complete, although SGLang also accepts a prefix of
+    it."""
     for word in words:
         flag = word.partition("=")[0]
         if not flag.startswith("-") or re.match(r"-\.?\d", flag) or flag in SUPPORTED:

@@ -22,8 +22,8 @@ class SyncSection(Section):
     engines. Adapters need reshard."""
     directory: Path | None = None
     """With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under the same path,
-    in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two versions in the trainer's
-    dtype. The last version stays."""
+    in which each run has a folder of its own for its versions; null: the folder weights in run.dir. It needs room for two versions in the
+    trainer's dtype. The last version stays."""
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     delta: Annotated[Literal["auto", "off"], Switch] = "off"
     """auto: send only the elements that changed since the previous version, if all engine ranks provably hold that one and the changes take
@@ -42,9 +42,9 @@ class SyncSection(Section):
     verify_every: NonNegative = 50
     """Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an engine that
     differs is fenced. Each trainer rank hashes a share of an engine's parameters, and engines pause until they have computed theirs.
-    Adapters and weights that engines quantise are not compared. 0: never. 1 to find a faulty sync."""
+    Adapters and weights that engines quantise are not compared. 0: never. Set 1 to find out when a sync is faulty."""
     timeout_s: Seconds = 300.0
-    """Seconds each part of an update may take before it fails."""
+    """Seconds each part of an update may take before the update fails."""
 
     @model_validator(mode="after")
     def _check(self) -> SyncSection:

@@ -30,7 +30,7 @@ def _plain(where: dict[str, Any]) -> dict[str, Any]:
 
 
 class ColumnsSection(Section):
-    """Names of the columns of a row; reward_model.ground_truth reaches into nested values."""
+    """Names of the columns of a row; a name with dots, such as reward_model.ground_truth, reaches into nested values."""
 
     question: str = "question"
     """The question: text, or a list of messages with role and content."""

@@ -12,8 +12,8 @@ _MOST_STEPS = 100
 
 
 class WandbSection(Section):
-    """Weights & Biases; needs `pip install 'asyncmoe[wandb]'`. The key comes from WANDB_API_KEY or `wandb login`, never from here; W&B's
-    own variables set everything else, such as WANDB_MODE=offline."""
+    """Weights & Biases; needs `pip install 'asyncmoe[wandb]'`. The API key comes from WANDB_API_KEY or `wandb login`, never from this file;
+    W&B's own variables set everything else, such as WANDB_MODE=offline."""
 
     project: str = Field("asyncmoe", min_length=1)
     """Project. The run has the name of run.dir."""
@@ -28,7 +28,7 @@ class MlflowSection(Section):
 
 
 class TrackioSection(Section):
-    """Trackio; needs `pip install 'asyncmoe[trackio]'`. Keys come from HF_TOKEN or TRACKIO_WRITE_TOKEN, never from here."""
+    """Trackio; needs `pip install 'asyncmoe[trackio]'`. API keys come from HF_TOKEN or TRACKIO_WRITE_TOKEN, never from this file."""
 
     project: str = Field("asyncmoe", pattern=r"^[\w\- ]+$")
     """Project. It is kept on this machine (see `trackio show`), in the Hugging Face Space that the variable TRACKIO_SPACE_ID names (created

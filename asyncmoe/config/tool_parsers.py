@@ -1,6 +1,6 @@
 """Names of SGLang's parsers of tool calls (sglang 0.5.23, srt/function_call/function_call_parser.py `ToolCallParserEnum`).
 
-Left out are "hermes", which asyncmoe parses itself, and those that /parse_function_call of an engine without tokenizer cannot use:
+Left out are "hermes", which asyncmoe parses itself, and the parsers that /parse_function_call of an engine without tokenizer cannot use:
 "deepseekv4" and "deepseekv41" need their model's tokenizer, "response_template" its template; "beam", "glm47" and "iquest_q1" fail with an
 internal error.
 """

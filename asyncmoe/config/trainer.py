@@ -66,15 +66,15 @@ class MemorySection(Section):
 
     @property
     def precision_aware(self) -> bool:
-        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: offloaded weights leave no copy on the
-        GPU."""
+        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself, so that offloaded weights leave no copy on
+        the GPU."""
         return self.low_precision or self.optimizer_offload > 0
 
 
 class MegatronSection(Section):
-    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it. The same
-    holds for Megatron's other switches; the trainer's log names them. A switch set to true that cannot be on is refused before the model is
-    built."""
+    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it. Megatron's
+    other switches are set by the same rule; the trainer's log names them. A switch set to true that cannot be on is refused before the
+    model is built."""
 
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."""
@@ -84,7 +84,7 @@ class MegatronSection(Section):
     bias_activation_fusion: bool | None = None
     """Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."""
+    """Reduce gradients over data-parallel ranks during the last backward pass. null: true on GPUs with several such ranks."""
     overlap_param_gather: bool | None = None
     """Gather new weights during the next forward pass; needs the distributed optimizer. null: off if weights are published after every
     step (sync.every 1), since publishing reads all of them."""
@@ -104,8 +104,8 @@ class TrainerSection(Section):
     ep: Positive = 1
     """Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."""
     cp: Positive = 1
-    """Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. For sequences whose
-    activations do not fit one rank; on GPUs it needs Transformer Engine."""
+    """Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. Raise it if a sequence's
+    activations do not fit on one rank; on GPUs it needs Transformer Engine."""
     vpp: Positive = 1
     """Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule."""
     first_stage_layers: Positive | None = None
@@ -118,15 +118,15 @@ class TrainerSection(Section):
     """Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."""
     precision: Literal["fp8"] | None = None
     """Precision of computation in layers; null: that of dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's
-    blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers,
-    norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
+    blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent in bfloat16; embedding, output layer,
+    routers, norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
     edge_layers: NonNegative = 1
     """With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
     pack: bool = True
     """Pack several sequences into a micro-batch; false: one sequence per micro-batch."""
     tokens_per_microbatch: Positive = 4096
-    """Maximum tokens of a packed micro-batch; a longer sequence gets one of its own. Lower it if GPU memory runs out; raise it for
-    speed."""
+    """Maximum tokens of a packed micro-batch; a longer sequence gets a micro-batch of its own. Lower it if GPU memory runs out; raise it
+    for speed."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the backward pass;
     selective: recompute only the parts in recompute_modules."""
@@ -142,19 +142,19 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = 0
     """Steps between checkpoints, and so the most that a crash can lose; 0: only after the warm-up, at the end and on Ctrl-C."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it pauses only while a rank copies what it saves to host memory. Off by default, because
-    the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
+    """Write checkpoints while training goes on: training pauses only while each rank copies what it will save to host memory. Off by
+    default, because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints kept on disk; older ones are deleted, except as keep_every says."""
+    """Number of newest checkpoints kept on disk; older ones are deleted, except those that keep_every keeps."""
     keep_every: NonNegative = 0
-    """Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."""
+    """Steps between checkpoints that are never deleted: the first checkpoint at or after each multiple of this. 0: none."""
     checkpoint_copy: str | None = Field(None, min_length=1)
-    """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder there named like
-    the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
+    """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder there, which is
+    named after run.dir. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
     timeout_s: Seconds = 600.0
     """Seconds a collective of the trainer ranks may wait before the run fails."""
     max_restarts: NonNegative = 2
-    """How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is restarted in
+    """How many times in a row, without a new step in between, a trainer that lost a rank (killed, crashed, out of memory) is restarted in
     place, from its newest checkpoint, while controller and engines go on. 0: losing the trainer ends the run."""
 
     @property

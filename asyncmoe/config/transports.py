@@ -125,7 +125,7 @@ def description() -> str:
     apart, others = (resolved(AUTO, gpu=gpu, together=False) for gpu in (False, True))
     return (
         f"Transport of reshard. Between CPUs: {cpu}. Between GPUs: {gpu}. auto: on CPU {resolved(AUTO, gpu=False)}, or {apart} between "
-        f"machines; on GPU {resolved(AUTO, gpu=True)}, or {others} between machines, or GPUs that cannot read each other's memory."
+        f"machines; on GPU {resolved(AUTO, gpu=True)}, or {others} between machines or GPUs that cannot read each other's memory."
     )
 
 

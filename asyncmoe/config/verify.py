@@ -42,6 +42,6 @@ class VerifySection(Section):
     """Checks of every update before parameters change, at no cost."""
 
     max_logprob_diff: PositiveFloat | None = None
-    """Stop before training on a batch with a larger |engine - trainer| log-probability on tokens whose whole prefix the trainer's
-    version computed, in nats; null: no limit. With `run.mode: sync` these are all tokens."""
+    """Stop before training on a batch in which the difference of the engine's and the trainer's log-probability, in nats, is above this on
+    a token whose whole prefix was computed with the trainer's version. With `run.mode: sync` this holds for all tokens. null: no limit."""
     anomalies: AnomaliesSection = AnomaliesSection()

@@ -22,8 +22,8 @@ class WatchSection(Section):
     beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = 5.0
     """Minimum seconds between heartbeats of a process."""
     stacks_after_s: Seconds = 120.0
-    """Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to run.dir/logs,
-    once for each silence. A step, or writing a checkpoint, may take that long."""
+    """If a process is silent for this many seconds, the stacks of every process of the run on the supervisor's host are written to
+    run.dir/logs, once for each silence. A step, or writing a checkpoint, may take that long."""
     end_after_s: Seconds | None = 1800.0
     """Seconds of silence after which the controller or a trainer rank counts as lost; null: never."""
     alerts: AlertsSection = AlertsSection()

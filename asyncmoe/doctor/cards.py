@@ -23,10 +23,11 @@ def kinds(group: Iterable[GpuFacts]) -> tuple[str, ...]:
 
 
 def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuFacts, ...]:
-    """Return the GPUs that CUDA shows, in its order, which may differ from nvidia-smi's: unique ids match them.
+    """Return the GPUs that CUDA shows, in its order, which may differ from nvidia-smi's; GPUs are matched by their unique ids.
 
     Args:
-        torch: None if not asked; then CUDA shows the part of nvidia-smi's list that CUDA_VISIBLE_DEVICES selects.
+        torch: torch's facts; None if torch was not asked. Then the result is the part of nvidia-smi's list that CUDA_VISIBLE_DEVICES
+            selects.
     """
     if torch is None:
         return tuple(_card(number, gpu, None) for number, gpu in enumerate(nvidia.visible))

@@ -23,8 +23,8 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
         *(packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, packages.nccl),
     )
 }
-"""Checks on a machine's facts, by the function's name, which also names the line in the report. Root causes precede their consequences.
-Their errors stop a run on GPUs."""
+"""Checks on a machine's facts, by the function's name, which also names the line in the report. Root causes precede their consequences. An
+error of one of these checks stops a run on GPUs."""
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 
@@ -35,7 +35,7 @@ class Report:
 
     Attributes:
         host: its name.
-        versions: by name, those that must agree across nodes; a node has only those that its role needs.
+        versions: versions that must agree across nodes, by name; a node reports only those that its role needs.
         checks: findings by name of the check.
     """
 

@@ -14,10 +14,11 @@ IN_USE = 0.05
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process, then possibly a MIG instance. `doctor.cards` merges both.
+    """A GPU as a line of nvidia-smi describes it, or as CUDA shows it to a process (it may then be a MIG instance). `doctor.cards` merges
+    both descriptions.
 
     Attributes:
-        index: nvidia-smi's number; None if it does not list the GPU (a MIG instance), or the facts are torch's.
+        index: nvidia-smi's number; None if nvidia-smi does not list the GPU (a MIG instance), or if the facts are torch's.
         memory_mib, used_mib: total memory, 0 if unknown; and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: compute capability, e.g. 9.0.
@@ -49,7 +50,7 @@ class GpuFacts:
 
     @property
     def busy(self) -> bool:
-        """True if more memory is in use than an idle driver takes; unknown for an instance."""
+        """True if more memory is in use than an idle driver takes; False if the use is unknown, as for a MIG instance."""
         return self.used_mib > IN_USE * self.memory_mib > 0
 
 
@@ -143,10 +144,10 @@ class PythonFacts:
     """One Python environment: the trainer's and the controller's, or the engines'.
 
     Attributes:
-        version: None if it could not be run; `unfinished` says why.
-        packages: versions of the installed ones among the declared requirements.
+        version: None if this Python could not be run; `unfinished` says why.
+        packages: versions of the declared requirements that are installed.
         cuda_driver: the newest CUDA version the driver supports, as in cuDriverGetVersion (12080 is 12.8); None: no driver.
-        kernels: result of `asyncmoe.platform.kernels.detect`; None if it was not reached, or raised.
+        kernels: result of `asyncmoe.platform.kernels.detect`; None if it was not called, or raised an error.
         transformer_engine: True if it was imported.
         unfinished: the step at which the probe stopped, and why.
     """

@@ -1,6 +1,6 @@
 """Checks of a configuration on this machine's GPUs: Megatron's switches, placement and memory.
 
-They call the functions that decide at the start of a run.
+The checks call the functions that decide at the start of a run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asyncmoe.plan import memory, relief
 from asyncmoe.trainer.model import switches
 
 TAKES_FLOAT32 = frozenset({"triton", "torch_native", "flex_attention"})
-"""SGLang's attention backends that support float32. Its default does not: on Hopper it is fa3 (sglang 0.5.23,
+"""SGLang's attention backends that support float32. SGLang's default does not: on Hopper it is fa3 (sglang 0.5.23,
 arg_groups/model_override_base.py), which supports float16, bfloat16 and float8."""
 
 
 def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machine], Finding]:
-    """Wrap a check: run it only with GPUs and a run for them, and report what the run's own functions refuse."""
+    """Wrap a check: run it only if there are GPUs and a run that uses them, and report what the run's own functions refuse."""
 
     @wraps(check)
     def checked(machine: Machine) -> Finding:
@@ -48,7 +48,7 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
 @_of_run
 def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
     """Check that `trainer.megatron` asks for nothing that this machine lacks."""
-    from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, whose presence the doctor only checks
+    from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, without which the doctor must still run
 
     if machine.trainer.kernels is None:
         return finding.absent("what this machine has is not known", "see the line torch")

@@ -39,7 +39,7 @@ def gpus(machine: Machine) -> Finding:
 
 
 def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Yield what keeps processes from these GPUs or slows them down; errors if the run takes the GPUs."""
+    """Yield findings about what keeps processes off these GPUs or slows them down; they are errors if the run takes the GPUs."""
     taken = cards.taken(machine)
     state: State = "error" if taken else "warning"
     if closed := [card for card in there if card.compute_mode == "Prohibited"]:
@@ -50,7 +50,7 @@ def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]
         yield Finding(state, what, _compute_mode(alone), "a GPU that takes two processes")
     if used := [card for card in there if card.busy]:
         what = f"other processes use up to {max(card.used_mib for card in used)} MiB of {labelled(used)}"
-        hint = "nvidia-smi says which; end them, or choose others with CUDA_VISIBLE_DEVICES"
+        hint = "nvidia-smi lists them; end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield Finding(state, what, hint, "GPUs that nobody else uses")
     groups = [("a run", there)] if not taken else []
     for _, devices in taken:
@@ -63,7 +63,7 @@ def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]
 
 
 def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Yield GPUs that are too old for any build, or for which this one lacks kernels."""
+    """Yield findings about GPUs that are too old for any build, or for which this build lacks kernels."""
     known = [(card, card.generation) for card in there if card.generation is not None]
     needed, run = _OLDEST, machine.run
     if run is not None and (run.engine_dtype == "bfloat16" or not run.trainer_float32):
@@ -75,14 +75,14 @@ def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Fi
     built = machine.trainer.extension.architectures if machine.trainer.extension is not None else ()
     if built and (other := [one for one in known if not _runs(built, one[1])]):
         archs = ";".join(sorted({f"{major}{minor}" for _, (major, minor) in known}, key=int))
-        expected = f"one of {', '.join(f'{arch[:-1]}.{arch[-1]}' for arch in built)}, or of the same major number and a higher minor one"
+        expected = f"one of {', '.join(f'{arch[:-1]}.{arch[-1]}' for arch in built)}, or a higher minor version of the same major one"
         what = f"{_of_capability(other)}, for which the extension's kernels are not built"
         yield finding.error(what, rebuild(gpu=True, archs=archs), expected)
 
 
 def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return whether a build runs on a capability: its own or a later one of the same major number (CUDA C++ Programming Guide, "Binary
-    Compatibility"); nothing is compiled at run time."""
+    """Return whether a build runs on a capability: the one it was built for, or a later one of the same major number (CUDA C++ Programming
+    Guide, "Binary Compatibility"); nothing is compiled at run time."""
     return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
 
 

@@ -46,7 +46,7 @@ def open_files(config: Config | None) -> Finding:
 
 
 def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
-    """Check that InfiniBand's ports are up, and that memory can be locked, which registering it requires."""
+    """Check that InfiniBand's ports are up, and that memory can be locked, as registering memory with NCCL requires."""
     states = {f"{port.parents[1].name}:{port.name}": says(port / "state").split(": ")[-1] for port in sorted(adapters.glob("*/ports/*"))}
     if not states:
         return finding.absent("no adapter; several machines would talk over TCP")
@@ -56,7 +56,7 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
         return finding.error(f"NCCL cannot register memory with it: at most {size(limit)} can be locked", hint)
     told = ", ".join(f"{port} is {state}" for port, state in states.items())
     if set(states.values()) != {"ACTIVE"}:
-        return finding.warning(told, "look at ibstat and the cables, or name those that are ACTIVE in NCCL_IB_HCA")
+        return finding.warning(told, "look at ibstat and the cables, or list in NCCL_IB_HCA the ports that are ACTIVE")
     return finding.ok(told)
 
 

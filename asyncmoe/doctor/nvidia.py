@@ -1,4 +1,4 @@
-"""GPUs, as nvidia-smi reports them, and their number on the PCI bus, which needs no driver."""
+"""GPUs, as nvidia-smi reports them, and how many are on the PCI bus, which can be read without a driver."""
 
 from __future__ import annotations
 

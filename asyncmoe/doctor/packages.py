@@ -9,7 +9,7 @@ from asyncmoe.doctor.finding import Finding
 from asyncmoe.installed import fix, rebuild, rebuild_with_kernels
 
 _BUILD_TE = "run: make transformer-engine GPU=1"
-"""Not plain pip, which would build the PyTorch extension against a torch different from the installed one."""
+"""Plain pip would build Transformer Engine's PyTorch extension against another torch than the installed one."""
 
 
 def packages(machine: Machine) -> Finding:

@@ -1,4 +1,4 @@
-"""A run as its configuration and its model's describe it, and its demands on the GPUs of this machine."""
+"""A run, as described by its configuration and by its model's config.json, and its demands on the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlannedRun:
 
     @property
     def engine_dtype(self) -> str:
-        from asyncmoe import models  # needs asyncmoe's extension, whose presence the doctor only checks
+        from asyncmoe import models  # needs asyncmoe's extension, without which the doctor must still run
 
         return models.engine_dtype(self.hf, self.config.engines)
 

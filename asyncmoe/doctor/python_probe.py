@@ -1,5 +1,4 @@
-"""Print facts about a Python environment, whose Python runs the text of this file; at its top the file may import only the standard
-library.
+"""Print facts about a Python environment: its Python runs the text of this file, which at its top may import only the standard library.
 
 It prints each field of `facts.PythonFacts` as a JSON object on a line, after `MARK`, as soon as it is known, because an import may crash
 or hang the process. The field `step` names the next operation.

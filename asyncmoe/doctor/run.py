@@ -58,7 +58,7 @@ def ports(config: Config) -> Finding:
         try:
             socket.create_server(("", number)).close()
         except OSError as error:
-            hint = f"ss -ltnp 'sport = :{number}' says who has it; end that, or choose another (0: any free one)"
+            hint = f"ss -ltnp 'sport = :{number}' says which process has it; end that, or choose another port (0: any free one)"
             return finding.error(f"{key} {number}: {os.strerror(error.errno or 0)}", hint)
     told = ", ".join(f"{key} {number}" for key, number in given.items())
     return finding.ok(f"{told} can be listened on" if told else "the configuration takes any free ones")

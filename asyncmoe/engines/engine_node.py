@@ -167,7 +167,7 @@ class Seat:
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
             reply = await self._ask()
-            self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts include the time, which is past
+            self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts include an outdated clock reading
             if reply.finished:
                 return None
             _obey(self, reply)

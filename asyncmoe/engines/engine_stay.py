@@ -96,7 +96,7 @@ async def stay(
             raise nobody from None
         if successor is None:
             return
-        # The facts include the time, which is past.
+        # The facts include a clock reading, now outdated.
         rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
 
 
@@ -169,7 +169,7 @@ async def _orders(client: AsyncClient, name: str, limit_s: float, controller: st
     Raises:
         ControllerLost: the controller is gone, and another may replace it.
         WaitTimeout: it is gone, and none will replace it.
-        ServerLost: it no longer knows the engine.
+        ServerLost: the controller no longer knows the engine.
     """
     alive = EngineAlive(name, limit_s / 3)
     while True:
@@ -197,7 +197,7 @@ async def _leave(config: Config, name: str, client: AsyncClient) -> None:
 
 
 async def _orphaned(seconds: float) -> None:
-    """Return `seconds` after the supervisor was lost. The signal of its death may come when only one of its threads ends."""
+    """Return once the supervisor has been lost for `seconds`. The signal of its death may come when only one of its threads has ended."""
     while os.getppid() == _PARENT:
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Checks that engines generate. One that runs and accepts requests may still answer none: its scheduler or detokenizer hangs or is gone.
+"""Checks that engines generate. An engine that accepts requests may still answer none: its scheduler or detokenizer hangs or is gone.
 
 Each engine is probed: a probe succeeds once the engine produces a token for any request, and samples one itself if the engine is idle. An
 engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An engine that
@@ -17,9 +17,9 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
 _PROBES = 6
-"""Probes per `hang_timeout_s`. One failure fewer fences an engine: the first may begin an interval after the last sign of life."""
+"""Probes per `hang_timeout_s`. An engine is fenced after one failure fewer: the first may begin an interval after its last sign of life."""
 PAUSE_SHARE = 1 / 3
-"""Share of `hang_timeout_s` within which a running engine pauses, or swaps weights in."""
+"""Share of `hang_timeout_s` within which a running engine must pause, or swap weights in."""
 _POLL_S = 0.2
 
 

@@ -126,7 +126,7 @@ class Membership:
             case EngineJoin():
                 await self._join(request)
                 return EngineJoined(self._controller)
-            case EngineAlive() | EngineLeave() if request.name in self._left:  # it left through a node unknown to this one
+            case EngineAlive() | EngineLeave() if request.name in self._left:  # another node has reported that it left
                 return EngineOrder(finished=True) if isinstance(request, EngineAlive) else Done()
             case EngineAlive():
                 return await self._joined(request.name)[1].ask(request.wait_s)

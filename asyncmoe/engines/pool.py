@@ -7,7 +7,7 @@
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
   can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost
-  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. While none is left, requests wait for
+  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. Without an engine, requests wait for
   one to come back; `watch` raises as soon as none will. A connection that breaks off while its engine answers other requests makes the
   engine a suspect.
 - An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
@@ -35,9 +35,9 @@ from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 log = logging.getLogger(__name__)
 _WATCH_S, _PROBE_S = 0.5, 5.0
 _OTHERS = 2
-"""Times that a request moves to another engine after losing its own: one that kills engines must not reach them all."""
+"""Times that a request moves to another engine after losing its own: a request that kills engines must not reach them all."""
 _BROKEN, _AGAIN_S = 8, 0.1
-"""Times that a request is resent after its connection to a live engine broke, and seconds before the first resend; they double."""
+"""Times that a request is resent after its connection to a live engine broke, and seconds before the first resend; the wait doubles."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ UNKNOWN = ScheduledRequest()
 
 
 def choose(loads: Mapping[str, int], last: str = "") -> str:
-    """Return the engine for a request: the one that last answered its conversation, unless that has more requests than the least loaded
+    """Return the engine for a request: the one that last answered its conversation, unless its requests exceed those of the least loaded
     engine by over a quarter and by more than 2; else the least loaded engine.
 
     Args:

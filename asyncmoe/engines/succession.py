@@ -59,7 +59,7 @@ class Succession:
         self._write(self.weights)
 
     async def note(self, weights: EngineWeights) -> None:
-        """Write down the engines' weights; return when that is durable. Notes are written in the order of the calls.
+        """Write down which weights the engines have; return when the note is durable. Notes are written in the order of the calls.
 
         Raises:
             ProtocolError: another controller has replaced this one.

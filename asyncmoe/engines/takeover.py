@@ -39,8 +39,8 @@ class Taken:
 
 
 def judge(weights: EngineWeights, reported: int) -> Taken | None:
-    """Judge an engine by its last controller's record of all engines. None: it must start again, because its weights are one of two sets
-    with the same number, or parts of two.
+    """Judge an engine by its last controller's record of all engines. None: it must start again, because its weights may be either of two
+    sets with the same number, or parts of two.
 
     Args:
         reported: version that the engine reports once all requests of the last controller have ended. A rank that cannot switch to a

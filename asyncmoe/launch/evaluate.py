@@ -78,7 +78,7 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
             "trainer": TrainerSection(),
             "engines": engines.model_copy(update={"first_gpu": engines.first_gpu or 0, "share_gpus": False, "nodes": 1}),
             "evaluation": asked.model_copy(update={"every": 1, "max_concurrent": slots}),
-            "sync": SyncSection(method="broadcast"),  # which needs no memory of an engine
+            "sync": SyncSection(method="broadcast"),  # it needs no engine memory
         }
     )
 

@@ -48,7 +48,7 @@ def here() -> tuple[int, float]:
 
 
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
-    """The GPUs that CUDA shows. A separate process asks torch if nvidia-smi does not know their memory, or if they differ: CUDA then
+    """The GPUs that CUDA shows. A separate process asks torch if nvidia-smi does not know their memory, or if the GPUs differ: CUDA then
     orders them differently."""
     listed = cards.cards(found, None)
     if listed and all(card.memory_mib for card in listed) and len(cards.kinds(listed)) == 1:

@@ -96,7 +96,7 @@ def _questions(source: WeightedSource) -> tuple[str, Finite]:
 
 
 def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
-    """Return the name of the column of answers, which may be nested in another, and the scorer for the first."""
+    """Return the name of the column of answers, which may be nested in another, and the scorer for the first answer."""
     first = rows[0].columns
     for name in _ANSWERS:
         with suppress(KeyError):
@@ -111,7 +111,7 @@ def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
 
 
 def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
-    """Add sections whose sizes follow from the model and this machine, which is returned in words."""
+    """Add sections whose sizes follow from the model and this machine; return the machine in words."""
     count, gpu_gb = gpus.here()
     groups, most, context = (16, 4096, 8192) if count else (4, 256, 2048)
     context = min(context, hf.get("max_position_embeddings") or context)
@@ -132,13 +132,13 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
 
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
-    """Return the sections of a split of this machine's GPUs in two halves, with adapters if they cannot train all weights."""
+    """Return the sections for this machine's GPUs split in two halves, with adapters if the GPUs cannot train all weights."""
     adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found = render_plan.sections(suggest(hf, cluster)[0])
             del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
-            if "memory" not in found["trainer"]:  # else it needs the host's
+            if "memory" not in found["trainer"]:  # else training needs host memory
                 return found
     got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"
     raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N splits several machines")

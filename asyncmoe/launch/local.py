@@ -110,7 +110,7 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
         faults.of(_check_going_on, config, hf, found.newest)
     nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
     if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
-        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; at 20 losing one costs 20 steps", file=sys.stderr, flush=True)
+        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; with 20, a lost one costs 20 steps", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         faults.of(check_engine_python, config.engines.python)  # last, because it starts an interpreter
     if whole or faults.found:
@@ -151,7 +151,7 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
 
 
 def prepare(config: Config, found: Survey | None = None) -> Path:
-    """Write and return the file that all processes read. `found`: the result of `check`, which is called without it."""
+    """Write and return the file that all processes read. `found`: the result of `check`; without it, `check` is called."""
     found = found or check(config)
     if (port := config.telemetry.prometheus_port) is not None:
         Prometheus(port).close()  # refuses a port that is taken

@@ -30,7 +30,7 @@ _ALONE = (
     *("cluster={}", "watch={}", "log.folder=null", "log.redis=null", "engines.join=false", "sync.directory=null", "trainer.max_restarts=0"),
     *("trainer.checkpoint_every=0", "trainer.checkpoint_copy=null", "telemetry={tensorboard: 'off', samples: {groups: 0}}"),
 )
-"""Keys of the run that measures: all its processes are on this machine, it keeps nothing, and it ends before its last step."""
+"""Keys of the measuring run: all its processes are on this machine, it keeps nothing, and it ends before its last step."""
 
 
 def measure(path: Path, overrides: Sequence[str], minutes: float) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _watch(minutes: float, config: Config, parts: RunParts, end: Callable[[], No
         counted = read_steps(config.run.dir / METRICS)[SETTLING:]
         return Interrupted("measured") if counted and counted[-1].time - counted[0].begin >= 60 * minutes else None
 
-    print(f"{begins(config)}\nmeasuring for {minutes:g} minutes from step {SETTLING + 1} on, whatever a line says is left", flush=True)
+    print(f"{begins(config)}\nmeasuring for {minutes:g} minutes from step {SETTLING + 1} on; the run then ends", flush=True)
     with suppress(Interrupted):
         watch(config, parts, end, Stopping(lambda: False, lambda: 0, enough, lambda _: False))
     return {}

@@ -21,8 +21,8 @@ def card(config: Config, facts: Mapping[str, Any], name: str, *, adapter: bool) 
     """Return README.md for the hub, without paths of this machine.
 
     Args:
-        facts: of the checkpoint.
-        name: of the exported directory.
+        facts: facts of the checkpoint.
+        name: name of the exported directory.
         adapter: only the adapter is exported.
     """
     base, task, lora = _shown(config.model.path), config.task, config.adapter

@@ -42,7 +42,7 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     """Run one engine that joins a run, or one node of it, until it leaves.
 
     Args:
-        name: in records and messages; None: built from the host, the SLURM job and `index`.
+        name: the engine's name in records and messages; None: built from the host, the SLURM job and `index`.
         index: number of this engine on its machine, from 0.
         node: index of this machine among the engine's `engines.nodes` machines, which need the same `name`.
 

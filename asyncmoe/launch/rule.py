@@ -15,7 +15,7 @@ from asyncmoe.errors import RECURRING
 
 CONTROLLER, TRAINER = "controller", "trainer"
 How = Literal["lost", "used up", "said"]
-"""How a part ended. lost: by a signal, or it hangs; used up: an engine lost its server too often; said: otherwise, with a reason."""
+"""How a part ended. lost: a signal ended it, or it hangs; used up: an engine lost its server too often; said: it gave a reason."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 """Seconds before the second restart in a row, doubled for each further one, and their maximum; the first restart is immediate."""
 

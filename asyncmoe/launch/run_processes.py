@@ -149,7 +149,7 @@ def explained(failed: Sequence[Process]) -> bool:
 
 
 def certain(failed: Sequence[Process]) -> bool:
-    """Return whether one of the failures, a user error or a kill, cannot be a consequence of a failure yet to be seen."""
+    """Return whether one of the failures is a user error or a kill, and so no consequence of a failure yet to be seen."""
     return min(map(_rank, failed)) <= _KILL
 
 

@@ -33,7 +33,7 @@ def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a trainer's ranks.
 
     Args:
-        ours: the starting process's; the user's values take precedence.
+        ours: the starting process's variables; the user's values take precedence.
     """
     return {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
 

@@ -36,7 +36,7 @@ PROFILE = "profile"
 """Folder of the trainer's profiles in a run's directory."""
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
-"""Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
+"""Seconds to wait after the first failure for the other processes' reasons: the first value once a root cause is known, else the second."""
 _GOODBYE_S = 60.0
 """Seconds for controller and trainer to end after each other. torchrun's agents wait for each other at the end, and on busy machines 20
 seconds were not enough."""

@@ -100,7 +100,7 @@ class Watcher:
 
     @property
     def hanging(self) -> str | None:
-        """The indispensable part with a process that has been silent for watch.end_after_s: the controller if it is silent too, else the
+        """The indispensable part with a process that has been silent for watch.end_after_s: the controller if it is silent, else the
         trainer; None without one."""
         limit = self._watch.end_after_s
         if limit is None or not any(one.seconds > limit and heartbeats.ends_the_run(one.role) for one in self._silences):

@@ -43,7 +43,7 @@ _SESSION = 1 << 40
 _LOCK_S, _PAGE = 6.0, 16
 _PATIENCE_S, _ANSWER_S, _PAUSE_S = 60.0, 30.0, 0.5
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, BusyLoadingError, OSError)
-"""Errors after which a request is resent. They include a server that became a replica: the address may soon be the new master's."""
+"""Errors after which a request is resent. They include that of a server that became a replica: the address may soon be the new master's."""
 _CRC_BYTES = 4
 
 

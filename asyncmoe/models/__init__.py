@@ -43,7 +43,7 @@ __all__ = [
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
-    """Read `config.json` of a model directory, or the file itself, with the values of absent keys (`Family.completed`).
+    """Read `config.json` of a model directory, or the file itself, and fill in absent keys (`Family.completed`).
 
     Raises:
         DataError: there is no such directory or file, or it is not a JSON object.
@@ -130,9 +130,9 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         return
     if config.adapter is not None:
         hint = "take the checkpoint in bfloat16"
-        raise ConfigError("train", got="lora", expected="full because the model's checkpoint is of float8", hint=hint)
+        raise ConfigError("train", got="lora", expected="full because the model's checkpoint is in float8", hint=hint)
     if config.sync.method == "disk":
-        raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is of float8")
+        raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is in float8")
     payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
     what = "trainer"
     try:

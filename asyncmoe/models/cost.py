@@ -12,9 +12,9 @@ def attention_width(m: Shape) -> int:
     """Return the sequence length at which causal attention takes as many operations as everything else.
 
     A sequence of s tokens takes 2 P s operations for the P weights that a token is multiplied with (its experts only, the output layer
-    once), and s^2 A for scores and weighted values of causal attention: over all layers, A is the heads times the sum of a key's and a
-    value's dimensions. So its cost grows as s (s + w) with w = 2 P / A. (Korthikanti et al., arXiv 2205.05198, appendix A, count the same
-    with dense causal scores, twice as many.)
+    once), and s^2 A for scores and weighted values of causal attention, where A is the number of heads times the dimensions of a key and a
+    value together, summed over all layers. So its cost grows as s (s + w) with w = 2 P / A. (Korthikanti et al., arXiv 2205.05198, appendix
+    A, count the same with dense causal scores, twice as many.)
     """
     matrices = sum(prod(shape) for shape in m.attention.shapes(m).values() if len(shape) == 2)
     dense, mixture = 3 * m.hidden * m.dense_width, 3 * m.hidden * (m.experts_per_token * m.expert_width + m.shared_width)

@@ -87,7 +87,7 @@ class Family:
         return checkpoint.hf_layout(self.shape_of(hf), self.hf_names, dtype)
 
     def megatron_layout(self, hf: HfConfig, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
-        """Return the layout of a trainer rank's parameters, by their names there (with `megatron.chunk_prefix` for several chunks)."""
+        """Return the layout of a trainer rank's parameters, by Megatron's names (with `megatron.chunk_prefix` for several chunks)."""
         return megatron.megatron_layout(self.shape_of(hf), parallel, rank, dtype)
 
     def sglang_layout(self, hf: HfConfig, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:

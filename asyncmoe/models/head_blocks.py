@@ -6,7 +6,7 @@ CPU_ENTRIES, ENTRIES = 1 << 22, 1 << 26
 """Logits per block: 16 MiB of float32 on a CPU, which stay in its last-level cache between operations, and 128 MiB of bfloat16 on a GPU,
 whose kernels need large inputs."""
 _LEAST = 128
-"""Width of the narrowest block in ids; narrower ones would make matrix products slow."""
+"""Minimum number of ids in a block; smaller blocks would make matrix products slow."""
 
 
 def width(rows: int, vocabulary: int, cpu: bool) -> int:

@@ -1,8 +1,8 @@
 """Compares the contents of a model's safetensors files with its family's layout before anything starts. Only headers are read, except that
 a tied model's output layer, if it is stored too, is compared with the embedding.
 
-Source: the files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). If there are an
-index and model.safetensors, it reads the index's files, and transformers reads model.safetensors (modeling_utils.py,
+Source: the files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). If a directory has
+an index and also model.safetensors, engines read the index's files, but transformers reads model.safetensors (modeling_utils.py,
 `_get_resolved_checkpoint_files`).
 """
 
@@ -155,7 +155,7 @@ def _same(output: _Stored, embedding: _Stored | None) -> bool:
 
 
 def _told(names: list[str]) -> str:
-    """Name tensors, with one name for all that differ only in numbers, such as layer numbers."""
+    """List tensor names; only the first of several that differ only in numbers, such as layer numbers, is given."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]):
         kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)

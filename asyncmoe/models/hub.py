@@ -78,7 +78,7 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
     """Return the configuration with a local directory of the model, perhaps without weights, for checking a run.
 
     A model that is completely in the hub's cache is used from there; otherwise only the files besides its weights are fetched, into
-    `scratch`. The second value describes what a run would download; None if nothing.
+    `scratch`. The second value describes what a run would download; None if there is nothing to download.
 
     Args:
         scratch: a directory that does not exist yet.

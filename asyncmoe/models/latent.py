@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values of all heads are computed from one compressed vector per token; optionally, so are queries.
 
 Each head has a part without position and a rotary part, whose key all heads share. The norms of the compressed vectors use the model's
-eps, as in SGLang, so that the trained model is the sampled one. transformers always uses 1e-6.
+eps, as in SGLang, so that the trained model equals the sampled one. transformers always uses 1e-6.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); transformer/multi_latent_attention.py and models/gpt/gpt_layer_specs.py of
 megatron/core 0.16; `DeepseekV3Attention` of transformers; `DeepseekV2AttentionMLA` of sglang 0.5.23.
@@ -81,7 +81,8 @@ class Latent:
         put_columns(builder, shapes, "self_attention.linear_proj.weight", "o", *place)
 
     def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
-        """Add parameters only: SGLang derives `w_kc` and `w_vc` from kv_b_proj again after an update (`receiver.target`)."""
+        """Add parameters only: SGLang derives `w_kc` and `w_vc` from kv_b_proj again after an update (`weight_buffers.py` of the
+        receiver)."""
         shapes, place = self.shapes(m), (parallel.tp, builder.rank)
         if self.q_rank is None:
             put_rows(builder, shapes, "self_attn.q_proj.weight", "q", *place)

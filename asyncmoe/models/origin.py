@@ -27,7 +27,7 @@ FILE = "origin.json"
 _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
-"""Evaluation keys that determine its questions, and so the questions held out from training; files are compared by content."""
+"""Keys that determine the evaluation's questions, which are also held out from training; files are compared by content."""
 _OF_WARMUP = {"warmup.batch", "warmup.wrong_share"}
 """Keys that matter only with a warm-up, and are recorded only then."""
 _WHOLE_BYTES = 64 << 20
@@ -36,7 +36,7 @@ _ELSEWHERE = "or choose another run.dir"
 
 
 def origin_of(config: Config) -> dict[str, str]:
-    """Return the texts by key. Default values of `task` and `evaluation` have none.
+    """Return the texts by key. Keys of `task` and `evaluation` that have their default values have no text.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -70,7 +70,7 @@ def facts_of(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(config: Config, hf: Mapping[str, Any], newest: Path | None) -> Iterator[UserError]:
-    """Yield an error that names the key for each difference that keeps a run from resuming.
+    """For each difference that keeps a run from resuming, yield an error that names the key.
 
     Args:
         newest: the checkpoint to resume from; None: the run has groups in its log, but no checkpoint yet.
@@ -88,7 +88,7 @@ def differing(config: Config, hf: Mapping[str, Any], newest: Path | None) -> Ite
 
 
 def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> Iterator[ConfigError]:
-    """Yield an error for each fact in a checkpoint that shows it belongs to a different run: family, kind of training, sizes of the model,
+    """Yield an error for each fact which shows that a checkpoint belongs to a different run: family, kind of training, sizes of the model,
     seed, dtype, and the steps already taken.
 
     Facts that an older checkpoint lacks are not compared. The layout may change, and so may the dtype if the optimizer's state is sharded
@@ -120,8 +120,7 @@ def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> I
 
 
 def differing_reads(config: Config, newest: Path | None) -> Iterator[ConfigError]:
-    """Yield an error that names the key for each change in the run's origin. Texts that an older version did not record are not
-    compared.
+    """For each change in the run's origin, yield an error that names the key. Texts that an older asyncmoe did not record are not compared.
 
     Args:
         newest: the checkpoint to resume from; None: the run has groups in its log, but no checkpoint yet.
@@ -147,7 +146,7 @@ def check_weights(config: Config, checkpoint: Path) -> None:
     told = checkpoints.facts(checkpoint).get("origin", {}).get(_WEIGHTS)
     found = _digest(_WEIGHTS, sorted(config.model.path.glob("*.safetensors")))
     if told not in (None, found):
-        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint="the adapter belongs to those")
+        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint="the adapter was trained on those")
 
 
 def read(run_dir: Path) -> dict[str, str]:

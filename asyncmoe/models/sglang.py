@@ -23,7 +23,7 @@ class EngineClass:
     """Differences between SGLang's model classes.
 
     Attributes:
-        shares_tied_head: a tied model's output layer and embedding are one parameter; otherwise separate ones.
+        shares_tied_head: whether a tied model's output layer and embedding are one parameter, not two.
         experts: name of the part of a layer that has experts.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
         arguments: server arguments for keys of config.json that the class requires but transformers' class neither reads nor writes.
@@ -36,8 +36,8 @@ class EngineClass:
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
-    """Return the layout of an engine rank's parameters, by the names in its model's `named_parameters`, a shared parameter once. Layer
-    numbers are global.
+    """Return the layout of an engine rank's parameters, by the names in its model's `named_parameters`, which lists a shared parameter
+    once. Layer numbers are global.
 
     Raises:
         ConfigError: the sizes do not divide the model.

@@ -141,7 +141,7 @@ def positive(hf: HfConfig, *names: str) -> int:
 
 def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
     """Return the rotary parameters under transformers 5's names, as its `convert_rope_params_to_dict` does. Version 4 used rope_theta and
-    rope_scaling, once with the key "type".
+    rope_scaling, whose key rope_type was earlier called "type".
 
     Args:
         theta: the family's rope_theta for a configuration without one.

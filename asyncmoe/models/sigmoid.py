@@ -33,7 +33,7 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
 
 def features(hf: HfConfig) -> list[Wanted]:
     """Return the restrictions of Megatron's router. It divides the chosen scores by their sum unless a single expert is chosen, and scores
-    a group by as many of its top scores as experts are chosen per group; transformers and SGLang use the top two.
+    a group by its top n scores if n experts are chosen per group; transformers and SGLang always use the top two.
 
     Raises:
         ConfigError: unsupported numbers of layers, experts or groups.

@@ -14,15 +14,15 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
   and after the multiplication by the router's weight; rows are spread unevenly over ranks; shared experts are an MLP with the same
   input h;
 - adapters keep their low-rank rows;
-- the output layer keeps its input and 12 bytes per row whose token counts; its logits exist in blocks (`asyncmoe.models.head_blocks`). As
-  an upper bound all rows are assumed to count, though those of prompts and tool results do not;
+- the output layer keeps its input and 12 bytes per row whose token counts in the loss; its logits exist in blocks
+  (`asyncmoe.models.head_blocks`). As an upper bound all rows are assumed to count, though rows of prompts and tool results do not;
 - context-parallel ranks keep only their own rows, and hold the keys and values of all ranks while a layer attends.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 
 A backward pass also needs gradients. On a GPU the formula assumes the maximum for them, the bytes of a layer's activations, because the
-needs of kernels and the allocator have not been measured there. On CPUs it follows the operations, each of which frees its kept tensors
-(`_backward_on_cpu`); `asyncmoe bench memory` compares it with the bytes of tensors in real steps.
+needs of kernels and the allocator have not been measured there. On CPUs the formula follows the operations, each of which frees its kept
+tensors (`_backward_on_cpu`); `asyncmoe bench memory` compares the result with the bytes of tensors in real steps.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def layer(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) 
 def recomputed(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Return the bytes of a layer's activations that are not kept, because `modules` are recomputed in the backward pass.
 
-    Each keeps its input, which the previous operation keeps as its output (`CheckpointWithoutOutput` and `checkpoint` of Megatron's
-    tensor_parallel/random.py, where transformer_layer.py, attention.py, multi_latent_attention.py and moe_layer.py call them).
+    Each recomputed part keeps its input, which the previous operation keeps as its output (`CheckpointWithoutOutput` and `checkpoint` of
+    Megatron's tensor_parallel/random.py, where transformer_layer.py, attention.py, multi_latent_attention.py and moe_layer.py call them).
     """
     modules, here = pass_.modules, pass_.rows // parallel.tp
     found = 0
@@ -148,7 +148,7 @@ def _grouped(m: Shape) -> tuple[int, int]:
 
 
 def _latent(m: Shape, kind: Latent) -> tuple[int, int]:
-    """Return the same as `_grouped` for latent attention. The kernel has copies of queries and keys, concatenated from two parts, and of
+    """Return the same as `_grouped` for latent attention. The kernel keeps copies of queries and keys, concatenated from two parts, and of
     values, split from keys."""
     small = 3 * (kind.q_rank or 0) + 3 * kind.kv_rank + kind.rope
     each = 2 * (kind.nope + kind.rope) + kind.value + 2 * kind.value  # the last two as in `_grouped`
@@ -180,12 +180,12 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes that a backward pass takes besides the kept ones: for the current layer, or for the output layer before it. On
+    """Return the peak bytes that a backward pass needs besides the kept ones: for the current layer, or for the output layer before it. On
     CPUs, include the rotary angles of all rows, which layers share, and the norm before the output layer."""
     kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
     if stage == parallel.pp - 1:
-        norm = 2 * m.hidden * pass_.rows // parallel.tp * pass_.item if pass_.cpu else 0  # its input, and normalized
+        norm = 2 * m.hidden * pass_.rows // parallel.tp * pass_.item if pass_.cpu else 0  # the norm's input and output
         most = max(most, norm + head(m, parallel, pass_))
     return most + (_angles(m, pass_) if pass_.cpu else 0)
 
@@ -208,10 +208,10 @@ def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, den
 def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Return the peak bytes of gradients in a layer's backward pass, less those of activations freed by then.
 
-    It begins with the gradient of the layer's output. The gradient of a gated MLP's product then becomes those of its two factors, before
-    anything but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times while sorting them, or
-    the gradients of their outputs while the experts run one after another as MLPs. When attention begins, the MLP's activations have been
-    freed.
+    It begins with the gradient of the layer's output. From the gradient of a gated MLP's product the gradients of its two factors are then
+    computed, before anything but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times while
+    sorting them, or the gradients of their outputs while the experts run one after another as MLPs. When attention begins, the MLP's
+    activations have been freed.
     """
     here, item = pass_.rows // parallel.tp, pass_.item
     gradient = here * item * m.hidden + (pass_.rows * item * m.hidden if parallel.tp > 1 else 0)  # gathered for weights
@@ -225,8 +225,8 @@ def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, de
 
 
 def _attention_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
-    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, both as the kernel returns them and
-    concatenated.
+    """Return the bytes of attention's gradients: those of its output, and those of queries, keys and values, both as the kernel returns
+    them and concatenated.
 
     Context-parallel ranks have the gradients of a block's keys and values for every query head, before the heads that share them are
     summed (`asyncmoe.platform.megatron.context_attention`); the longest block, if the micro-batch is one sequence, has all rows but a
@@ -273,8 +273,8 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool
 def head(m: Shape, parallel: MegatronParallel, pass_: Microbatch, entropy: bool = True) -> int:
     """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`).
 
-    These are its kept bytes, plus the larger of two: the forward pass's blocks; the backward pass's blocks with the gradient of the layer's
-    input, which is summed in float32. The weight's gradient is added directly to data parallelism's buffer.
+    The peak is the layer's kept bytes, plus the larger of two: the blocks of the forward pass, or the blocks of the backward pass with the
+    gradient of the layer's input, which is summed in float32. The weight's gradient is added directly to data parallelism's buffer.
 
     Args:
         entropy: the entropy is computed, too, as in training.

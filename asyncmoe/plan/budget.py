@@ -1,4 +1,4 @@
-"""The GPU memory of a configured run, and the line of its YAML that states it."""
+"""The GPU memory of a configured run, and the line of the run's YAML file that states this memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Budget:
 
     @property
     def line(self) -> str:
-        """The line of a YAML that states its budget."""
+        """The line of a YAML file that states its budget."""
         where = " on CPU" if self.cpu else " together" if self.shared else ""
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
@@ -199,14 +199,15 @@ def hf_of(config: Config, model: Path | None = None) -> Hf:
 
 
 def for_cpu(config: Config) -> bool:
-    """Return whether a run is for CPUs: it uses float32, which engines do not accept on GPUs, or a made model with dtype auto."""
+    """Return whether a run is for CPUs: it uses float32, which engines do not accept on GPUs, or it makes its own model and the dtype is
+    auto."""
     dtypes = {config.trainer.weights_dtype, config.engines.dtype}
     return "float32" in dtypes or (config.model.make is not None and "auto" in dtypes)
 
 
 def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
     """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation; a
-    context-parallel rank has its share."""
+    context-parallel rank gets its share of that."""
     trainer, objective, saved = config.trainer, config.objective, config.trainer.memory
     dtype = ("float32" if cpu else "bfloat16") if trainer.weights_dtype == "auto" else trainer.weights_dtype
     microbatch = Microbatch(
@@ -234,7 +235,7 @@ def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
 
 def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> EngineMemory:
     """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes all that
-    --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
+    --mem-fraction-static leaves; here the cache is sized for `engines.max_running` of the longest conversations.
 
     Args:
         staged: see `EngineMemory`.

@@ -86,9 +86,9 @@ class Training:
         reference: the run has a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
         communicators: bytes of the communicator that moves weights (`asyncmoe.reshard.nccl.CTA_BYTES`).
-        delta_base: the rank keeps what it sent last in this memory, to send only later changes (`sync.delta`).
+        delta_base: the rank keeps a copy of what it sent last on this GPU, to send only later changes (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
-        offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
+        offload: share of the optimizer's state that is in host memory (`trainer.memory.optimizer_offload`).
         float8_edges: all layers compute in float8 except this many at either end; None: no layer does.
     """
 
@@ -189,12 +189,12 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
-        # `DeltaEncoder`: what was sent last, a current message, and its code
+        # `DeltaEncoder`: what was sent last, the current message, and its encoded form
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
     host = {
         # The second copy of a rank's part of a checkpoint: the weights (one rank of each replica writes them) and the optimizer's state,
-        # 8 bytes a parameter for Adam's moments, and 4 for float32 weights unless the checkpoint's weights are these. A sharded optimizer
+        # 8 bytes a parameter for Adam's moments, and 4 for float32 weights unless the model itself is float32. A sharded optimizer
         # saves its own float32 weights in any case.
         "trainer.async_save": trained.nbytes
         + (12 * stepped(trained, parallel, training) if training.distributed else trained.all * training.state),
@@ -211,8 +211,8 @@ def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, trainin
 
 
 def stepped(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return the number of parameters that a rank's optimizer updates: all its own, or a share of those replicated over data-parallel
-    ranks."""
+    """Return the number of parameters that a rank's optimizer updates: all its own, or its share of parameters replicated over
+    data-parallel ranks."""
     return trained.all if not training.distributed else sum(_shares(trained, parallel))
 
 

@@ -33,7 +33,7 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
         overrides: keys of the configuration, key.path=value.
         model: a config.json or its directory, in place of `model.path`.
         gpu_gb: memory of a GPU in GB (1e9 bytes); None: `GPU_GB`, or `budget.CPU_GB` for a run on CPUs.
-        nic: GB per second that a rank sends while receiving as much.
+        nic: GB per second that a rank sends while it receives at the same rate.
 
     Raises:
         ConfigError: the configuration is refused, or its sizes do not suit the model.
@@ -60,14 +60,14 @@ def of_cluster(
     """Print suggestions for a cluster, and return them as values for JSON.
 
     Args:
-        cluster: the cluster; `lora` adds its adapter.
+        cluster: the cluster, to which `lora` adds an adapter.
         family: as `model.family`.
         lora: see `parse_adapter`.
-        measured: a file of `asyncmoe bench step`.
+        measured: a file written by `asyncmoe bench step`.
         nic: as in `of_run`.
 
     Raises:
-        ConfigError: nothing fits, or a run would refuse it.
+        ConfigError: nothing fits, or a run would refuse the model or the suggested sizes.
         DataError: a file cannot be read.
         UserError: unsupported model family.
     """

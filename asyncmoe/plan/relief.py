@@ -1,4 +1,4 @@
-"""The error for a GPU with too little memory: configuration keys that lower its use, by the part they govern."""
+"""The error for a GPU with too little memory: it names configuration keys that lower memory use, by the part they govern."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncmoe.plan.memory import USABLE, GpuMemory, usable
 
 NOTHING = GpuMemory({})
 _LARGE = 0.25
-"""Share of the total above which a part counts as large, in addition to the largest."""
+"""A part counts as large if it is the largest, or above this share of the total."""
 _TRAINER: Mapping[str, str] = {
     "weights": "more trainer.ranks with a larger trainer.tp, ep or pp",
     "gradients": "more trainer.ranks with a larger trainer.tp, ep or pp",
@@ -28,9 +28,9 @@ _ENGINE: Mapping[str, str] = {
 
 
 def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU") -> ConfigError:
-    """Return the error for a GPU that cannot hold a trainer rank, an engine rank, or both; an absent one is `NOTHING`.
+    """Return the error for a GPU that cannot hold a trainer rank, an engine rank, or both; `NOTHING` stands for an absent rank.
 
-    It names the keys that lower the largest parts which a key governs.
+    The error names keys that shrink the largest parts, as far as a key governs them.
     """
     sides = [side for side in (("the trainer", trainer.parts, _TRAINER), ("an engine", engine.parts, _ENGINE)) if side[1]]
     parts = [

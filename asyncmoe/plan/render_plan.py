@@ -21,14 +21,14 @@ from asyncmoe.storage import size
 from asyncmoe.tables import grid, side_by_side
 
 BATCH, GROUP = 384, 8
-"""Prompts per step, and responses to each, of the simulation that is suggested."""
+"""Prompts per step, and responses to each prompt, in the suggested simulation."""
 
 
 def show_update(found: Forecast, dtype: str, method: str, nic: float, console: Console) -> None:
     """Print what a weight update with `sync.method` moves; in one line for methods other than reshard, which move whole models.
 
     Args:
-        dtype: of what is moved (`kind`).
+        dtype: dtype of what is moved, in words (`kind`).
         nic: see `asyncmoe.plan.traffic.foresee`.
     """
     whole = f"{size(found.model_bytes)} of {dtype}"
@@ -42,7 +42,7 @@ def show_update(found: Forecast, dtype: str, method: str, nic: float, console: C
         (f"expected at {nic:g} GB/s (--nic)", [f"{found.seconds:.3g} s"]),
     ]
     console.print(grid(f"an update of {whole}", [""], rows))
-    console.print("The time is that of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
+    console.print("The time is for the network alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
 def kind(hf: Hf, dtype: str, adapter: bool) -> str:
@@ -51,7 +51,7 @@ def kind(hf: Hf, dtype: str, adapter: bool) -> str:
 
 
 def show_budget(found: Budget, console: Console) -> None:
-    """Print the memory of a run's GPUs and machines, the line that states it in a YAML, and fixes if it does not fit."""
+    """Print the memory of a run's GPUs and machines, the line that states it in a YAML file, and fixes if the run does not fit."""
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
@@ -82,10 +82,10 @@ def _arrive(staged: bool) -> str:
 def show_splits(
     found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: Hf, measured: Path | None, nic: float, console: Console
 ) -> None:
-    """Print the suggested splits, a column each, their keys, and the memory of the first.
+    """Print the suggested splits in a column each, their keys, and the memory of the first split.
 
     Args:
-        measured: file of the speeds by which they were found; None: estimates.
+        measured: file of the measured speeds by which the splits were chosen; None: estimates.
     """
     console.print(side_by_side({split.name: _column(split, update, cluster, hf, nic) for split, update in found}))
     split = found[0][0]
@@ -136,7 +136,8 @@ def _trainer(split: Split) -> dict[str, int]:
 
 
 def sections(split: Split) -> dict[str, Any]:
-    """Return a split as sections of a configuration, without keys at their default: `rollout.max_concurrent` follows the engines."""
+    """Return a split as sections of a configuration, without keys at their default, such as `rollout.max_concurrent`, which follows from
+    the engines."""
     engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
     engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
     engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}

@@ -1,10 +1,10 @@
 """Speeds of a trainer and of engines: measured by `asyncmoe bench step`, or estimated.
 
-The estimate takes a GPU to be an H100 and needs only the model and its KV cache. It serves to compare the two sides, not to predict a run:
+The estimate assumes H100s and needs only the model and its KV cache. It serves to compare trainer and engines, not to predict a run:
 
-- Training a token takes 6 FLOPs per active parameter: 2 forward, 2 for gradients of activations, and 2 for those of weights, which adapters
-  save; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs reach
-  `_EFFICIENCY` of their peak. The CPU's update of what is offloaded is left out.
+- Training a token takes 6 FLOPs per active parameter: 2 forward, 2 for gradients of activations, and 2 for gradients of weights, which
+  adapters save; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs
+  reach `_EFFICIENCY` of their peak. The CPU's update of offloaded parameters is left out.
 - A decoding step reads the engine's weights and the KV cache of all its conversations once, at `_READING` of the GPU's bandwidth, and takes
   2 FLOPs per token and active parameter. Prefill is left out.
 - A conversation has half the context, on average.
@@ -31,7 +31,7 @@ Amount = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class MeasuredSide(msgspec.Struct, frozen=True):
-    """The trainer, whose tokens are those of prompts and responses, or all engines, with `running` conversations at once on each."""
+    """The trainer, whose tokens include prompts, or all engines, with `running` conversations at once on each."""
 
     gpus: Count
     tokens_per_s: Amount
@@ -51,7 +51,7 @@ class MeasuredLengths(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What `asyncmoe bench step` measured, as far as it is used."""
+    """What `asyncmoe bench step` measured, as far as it is used here."""
 
     format: Literal[1]
     parameters: Count
@@ -64,11 +64,11 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
     """Read what `asyncmoe bench step CONFIG --json FILE` wrote.
 
     Args:
-        hf: the model that it must have measured; None: any.
+        hf: the model for which the speeds must have been measured; None: any.
 
     Raises:
-        DataError: the file is missing, or is not of this format.
-        ConfigError: another model's number of parameters.
+        DataError: the file is missing or does not have this format.
+        ConfigError: the measured model has another number of parameters.
     """
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Measured)
@@ -89,7 +89,7 @@ def of_trainer(hf: Hf, gpus: int, flops: int, measured: Measured | None) -> floa
     """Return the sampled tokens per second that a trainer can train, with the prompts that belong to them.
 
     Args:
-        flops: per token and active parameter.
+        flops: FLOPs per token and active parameter.
     """
     if measured is not None:
         lengths = measured.lengths

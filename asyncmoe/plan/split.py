@@ -1,14 +1,14 @@
 """`asyncmoe plan --nodes`: suggest how to split the nodes of a cluster between a trainer and its engines.
 
-1. Engines are each within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage new weights during
-   generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for `memory.LEAST`
-   conversations are excluded. An engine runs as many conversations of half the context as fit into its cache, at most 256.
+1. An engine is within a node if it fits there, else over the fewest nodes (2, 4, ...) on which it fits. Of its sizes, those that stage new
+   weights during generation are preferred, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
+   `memory.LEAST` conversations are excluded. An engine runs as many conversations of half the context as fit into its cache, at most 256.
 2. On given nodes the trainer's sizes are the first that fit in this order: the smallest share of the optimizer's state in host memory, in
    quarters; the fewest context-parallel ranks, each with at least `_LEAST_ROWS` rows of a context; expert parallelism within a node; the
    fewest pipeline stages; no recomputation; then the least tensor parallelism, which is always within a node. Pipeline stages are equal,
    except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
-3. The smallest split gives the trainer the fewest nodes on which it fits so. The balanced split gives it the multiple of them with which
-   the slower side is fastest (`asyncmoe.plan.speeds`). Any multiple fits: more data-parallel ranks never need more memory.
+3. The smallest split gives the trainer the fewest nodes on which such sizes fit. The balanced split gives it the multiple of this number
+   with which the slower side is fastest (`asyncmoe.plan.speeds`). Any multiple fits: more data-parallel ranks never need more memory.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class Split:
     """A division of the nodes.
 
     Attributes:
-        name: what it is best at.
+        name: what the split is best at.
         engines: number of engines.
-        least_nodes: fewest nodes of such a trainer; each multiple fits.
+        least_nodes: fewest nodes on which a trainer of these sizes fits; each multiple of this number fits, too.
         trained, sampled: sampled tokens per second that the trainer can train and all engines can generate.
     """
 
@@ -124,13 +124,14 @@ class Split:
 
 
 def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple[Split, ...]:
-    """Return the balanced split, the smallest if it differs, and if both have the optimizer's state in host memory, the smallest without.
+    """Return the balanced split, the smallest if it differs, and, if both keep optimizer state in host memory, the smallest split without
+    that.
 
     Args:
         measured: speeds to balance by; None: estimates.
 
     Raises:
-        ConfigError: nothing fits; the message names a sufficient number of nodes if there is one.
+        ConfigError: nothing fits; the message gives a sufficient number of nodes if there is one.
         UserError: unsupported model family.
     """
     engine = best_engine(hf, cluster)
@@ -173,7 +174,7 @@ def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> in
 
 
 def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
-    """Return the first sizes by the rule that fit, if any."""
+    """Return the first sizes that fit, in the order of rule 2 above, if any."""
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
@@ -198,7 +199,8 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
 
 
 def _offload(stage: GpuMemory, room: int) -> float:
-    """Return the smallest share of the optimizer's state, in quarters, without which a stage fits with its margin; above 1 if none."""
+    """Return the smallest share of the optimizer's state, in quarters, that a stage must offload to fit with its margin; above 1 if it
+    cannot fit."""
     excess = stage.total + stage.margin - room
     return 0.0 if excess <= 0 else ceil(4 * excess / stage.parts["optimizer"]) / 4
 
@@ -236,7 +238,7 @@ def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
 
 
 def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
-    """Return the first sizes by the rule.
+    """Return the first sizes that fit, in the order of rule 1 above.
 
     Raises:
         ConfigError: no engine fits on any number of nodes that leaves one to the trainer.
@@ -257,7 +259,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
 
 
 def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
-    """Return the first sizes, by the rule, of an engine over `nodes` nodes, or None."""
+    """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)

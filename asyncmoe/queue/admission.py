@@ -19,8 +19,8 @@ drop and requeue, `drop_above` for downweight. Proof. When a step is leased at t
 than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. []
 
 To the law, a requeued group is a new group: its capacity was returned, and its age counts from the versions that sample it again.
-The law needs a new version at least every eta + 1 steps: once eta + 1 steps' worth of trajectories has started, no more start until the
-next version, which would then never come.
+The law needs a new version at least every eta + 1 steps: once the trajectories of eta + 1 steps have started, no more start until the next
+version. If that version needed more trajectories, it would never come.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
-One asyncio loop owns the queue; nothing here is thread-safe. Counts are of episodes. An episode is one trajectory, or one trajectory of
+One asyncio loop owns the queue; nothing here is thread-safe. The queue counts episodes. An episode is one trajectory, or one trajectory of
 each agent that spoke, kept or discarded together. Every started episode ends as exactly one of trained, dropped, rejected, requeued or
 skipped, the last four under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
@@ -237,7 +237,7 @@ class BoundedQueue:
         """Return to a checkpoint with a restarted trainer; call it after `trainer_lost`.
 
         Leases since the checkpoint are granted again as they were. Everything else stays: queued and running groups, the versions and the
-        capacity law. Demonstrations are dropped, including leased ones: the caller again puts those that follow the checkpoint.
+        capacity law. Demonstrations are dropped, including leased ones: the caller puts those that follow the checkpoint again.
 
         Raises:
             InvariantBroken: the leases do not belong to this queue.
@@ -297,7 +297,7 @@ class BoundedQueue:
         self._decide(step, terms.phase, groups, weights)
 
     def _is_replay(self, step: int) -> bool:
-        """Return whether a step's lease was first granted to an earlier trainer, whose older version it has."""
+        """Return whether a step's lease was first granted to an earlier trainer; the lease then has that trainer's older version."""
         answer = self._leases.answers.get(step)
         return step in self.log.replays or (answer is not None and answer.replayed)
 

@@ -163,7 +163,7 @@ class Recovered:
     """The initial state of a queue.
 
     Attributes:
-        accounts: with no episode running.
+        accounts: the queue's accounts, with no episode running.
         replays: leases to grant again, by step.
         queued: groups to queue, in order of arrival.
         starts: groups to start before any new one, in order.

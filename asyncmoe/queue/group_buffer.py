@@ -24,8 +24,8 @@ Frames = dict[str, list[Buffer]]
 class Group:
     """Episodes that are leased and dropped together, encoded once on arrival.
 
-    An episode has one trajectory of each agent that spoke, or one for each path of the agent's tree. Counts here and in the queue are of
-    episodes.
+    An episode has one trajectory of each agent that spoke, or one for each path of the agent's tree. All counts, here and in the queue, are
+    numbers of episodes.
     """
 
     arrival: int

@@ -30,7 +30,7 @@ class Resumption:
     """The state that an earlier process left for a queue to begin in.
 
     Attributes:
-        accounts: with no episode running; None: no earlier process.
+        accounts: the queue's accounts, with no episode running; None: no earlier process.
         queued: groups to queue, by arrival.
         starts: groups to start before any new one.
         arrivals: number of the newest arrival.
@@ -77,7 +77,7 @@ class QueueLog:
     def lost(self, step: int) -> frozenset[int]:
         """Return the groups that cannot be given to a trainer that has taken `step` steps. Blocks.
 
-        Their payload is unreadable; or an earlier lease is lost, so the trainer will not reach the weights that sampled them again.
+        Their payload is unreadable; or an earlier lease is lost, so the trainer will never again have the weights that sampled them.
         """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
         newest: dict[int, float] = {}

@@ -67,7 +67,7 @@ class LeasedGroup(msgspec.Struct, frozen=True):
     """A group in a lease: the factor on its weight, the keys of its trajectories in order, and fields as in `GroupFinished`.
 
     Attributes:
-        order: its arrival.
+        order: its arrival number.
     """
 
     number: int

@@ -29,7 +29,7 @@ def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> di
 
     Args:
         parameters: by SGLang's name, row-major, in the engine's dtype, in host memory.
-        device: the engine's device as it reports it: "cpu" or "cuda".
+        device: the device that the engine reports: "cpu" or "cuda".
 
     Raises:
         LayoutError: a parameter is not a row-major array in host memory.

@@ -27,7 +27,7 @@ BUCKET_BYTES = 64 << 20
 TRAILER_BYTES = 8
 """Size of the digest after a message's boxes, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10
-"""Smallest message made only to match the number of messages of other pairs, because each message costs a launch."""
+"""Minimum size of messages into which a transfer is cut only to have as many as others have: each message costs a kernel launch."""
 _PARTS_PER_CHUNK = 16
 """A box is cut into parts of at most 1/16 of a message, so that messages are nearly equal in size."""
 
@@ -88,7 +88,7 @@ def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
     all: in every round each rank then moves the same fraction of its bytes, and no rank waits for a busier one (measured by
     `benchmarks.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
 
-    The result depends on the traffic of the whole plan, which every part of a plan can compute, so both ends agree.
+    The result depends on the traffic of the whole plan, which can be computed from any part of the plan, so both ends agree.
     """
     room = bucket_bytes - bucket_bytes // 8
     traffic: list[list[int]] = plan.match.traffic().tolist()

@@ -35,7 +35,7 @@ class _Source:
 class DeltaDecoder:
     """This rank's side, as a destination, of an exchange of deltas.
 
-    Call `forget` before a full exchange, and `adopt` after it, which reads the canonical digest (`asyncmoe.reshard.delta_lanes`) of all
+    Call `forget` before a full exchange, and `adopt` after it; `adopt` reads the canonical digest (`asyncmoe.reshard.delta_lanes`) of all
     elements from the destination. Then, for each version: `expect` allocates memory for the messages, `Exchanger.run` fills it; `prove`
     computes, from the old bits currently in memory, whether the messages result in the senders' elements, while the old weights are still
     in use; `commit` writes the changed elements straight into the storages.
@@ -137,7 +137,7 @@ class DeltaDecoder:
             digests: as for `adopt`.
 
         Raises:
-            TransferError: they do not; the version is then None, because the memory may be what differs.
+            TransferError: they do not; the version is then None, because the fault may be in the memory.
         """
         for source, one in self._sources.items():
             one.proved = (one.digest + self._apply(source, write=False)) & WORD

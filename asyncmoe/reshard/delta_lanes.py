@@ -50,8 +50,8 @@ class DeltaLane:
     Attributes:
         source, destination: ranks.
         chunks: its messages, as the exchange cuts them.
-        elements: as `chunks.copies`, but with the canonical tensor as the source: its number, and offset and strides in it, in elements
-            times ITEM.
+        elements: as `chunks.copies`, but the source columns describe the canonical tensor: its number, and offset and strides in it, in
+            elements times ITEM.
         table: maps the elements to canonical tensors and to their locations at the destination.
     """
 

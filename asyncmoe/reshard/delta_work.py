@@ -1,6 +1,6 @@
 """Packs, compares, verifies, writes and reads the elements of deltas: on the CPU, or with GPU kernels (csrc/delta.h, csrc/device_delta.h).
 
-Both make the same bytes: a delta encoded on a GPU may be applied on a CPU and vice versa. All of a GPU's work is on one stream; every
+CPU and GPU make the same bytes: a delta encoded on one may be applied on the other. All of a GPU's work is on one stream; every
 method except `copy` waits for its own work.
 """
 
@@ -49,7 +49,7 @@ class HostWork:
         return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
-        """Free the buffers named ("coded", ...); without `all_`, only those that cost nothing to allocate again."""
+        """Free the buffers whose names are tuples ("coded", ...); unless `all_`, only those that cost nothing to allocate again."""
         self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:

@@ -136,9 +136,9 @@ class Exchanger:
         """Exchange once. All ranks of the plan call it: all with an encoder, a decoder or both, to move encoded messages, or all without.
 
         Args:
-            timeout_s: limit on the whole run, though a round begun in time may take as long again; None: the run ends only if a peer makes
-                no progress.
-            encoder: sends its latest delta. Made for the same plan and buckets, as is `decoder`.
+            timeout_s: limit on the whole run, though a round that began in time may take as long once more; None: no limit while peers make
+                progress.
+            encoder: sends its latest delta. Encoder and decoder must be made for the same plan and buckets.
             decoder: stores the received messages, of the sizes that it expects; nothing is written to the destination.
 
         Raises:

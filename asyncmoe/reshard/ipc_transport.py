@@ -132,7 +132,7 @@ class _Receiving(_Half):
 
 
 class _IpcLink:
-    """See `asyncmoe.reshard.transport.Link`. Slots wait in a queue to be handed over until the kernels before them are done."""
+    """See `asyncmoe.reshard.transport.Link`. Slots wait in a queue, and are handed over once the kernels enqueued before them are done."""
 
     def __init__(self, gpu: Gpu, stream: int, out: list[_Sending], into: list[_Receiving]) -> None:
         self.device = gpu.device
@@ -173,7 +173,8 @@ class _IpcLink:
         while self._pending:
             self._pending.popleft()[0].wait(max(0.0, deadline - time.monotonic()))
         # Free the memory before its ring: once nothing references the ring, its sender knows that the memory is released. No variable of
-        # this function may keep a reference, because senders wait for that below, and each may also be the receiver of another rank.
+        # this function may keep a reference to a ring: below, this rank waits for its receivers, each of which may be waiting for this
+        # rank.
         while self._into:
             self._into.pop().memory = None
         for half in self._out:

@@ -25,9 +25,9 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 class NcclTransport:
     """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives on a communicator of all ranks.
 
-    An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for it without the GIL, so that a dead peer
-    ends it. Nothing is enqueued behind messages in flight. After an error the communicator is aborted, because a peer that did not notice
-    the failure may have sent messages that no rank received.
+    An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for the exchange without the GIL, and a
+    dead peer ends the wait. Nothing is enqueued behind messages in flight. After an error the communicator is aborted, because a peer that
+    did not notice the failure may have sent messages that no rank received.
 
     Args:
         rank, world: this process's rank, and the number of ranks. NCCL refuses two ranks on one GPU.

@@ -37,9 +37,9 @@ class Transfer:
         nbytes: bytes on the wire, 0 within one rank.
         copies: int64[n, COLUMNS]. Columns SOURCE and DESTINATION are positions in `Plan.sources[source]` and
             `Plan.destinations[destination]`; WIRE_OFFSET is the offset of the copied box, row-major, in the message; ITEM is the
-            size of an element in the destination and in the message; CAST is the conversion applied before that, as numbered in
-            csrc/cast.h; offsets and strides are in bytes. TENSOR and START are the canonical tensor's number (`asyncmoe.reshard.table`)
-            and where the box begins in it.
+            size of an element in the destination and in the message; CAST is the conversion from the source's dtype, as numbered in
+            csrc/cast.h; offsets and strides are in bytes. TENSOR and START are the canonical tensor's number (`asyncmoe.reshard.table`) and
+            where the box begins in it.
     """
 
     source: int
@@ -99,8 +99,8 @@ def plan(
 ) -> Plan:
     """Plan the copies from `source` to `destination`.
 
-    A rank number names a process: source and destination layouts of the same rank share a memory, and elements are copied between them
-    without a message. If several sources have the same elements, they share the load.
+    A rank number names a process: source and destination layouts of the same rank are in one process's memory, and elements are copied
+    between them without a message. If several sources have the same elements, they share the load.
 
     Args:
         tensors: canonical tensors and their shapes; tensors that no destination piece names have no effect.

@@ -87,7 +87,8 @@ class PostingTransport(Transport, Protocol):
         """Start an `exchange`; messages of a pair of ranks arrive in the order in which they were posted.
 
         Returns:
-            A function of `timeout_s` that completes it, and returns or raises as `exchange`; called in another thread, in posting order.
+            A function of `timeout_s` that completes the exchange, and returns or raises as `exchange`; called in another thread, in posting
+            order.
 
         Raises:
             asyncmoe.errors.TransferError: a rank is gone.
@@ -119,7 +120,7 @@ class Link(Protocol):
     """Device of all slots: "cpu", or "cuda:0"."""
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        """Set the message sizes for subsequent runs: for each lane, at most as many messages, each at most the size of a slot."""
+        """Set the message sizes for subsequent runs: for each lane, no more messages than before, and none larger than a slot."""
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         """Wait until the slot's previous message is gone; return the buffer for message `number` of an outgoing lane."""

@@ -1,7 +1,7 @@
 """Find out what a chat template leaves out.
 
-A template silently drops what it does not know: a role, an assistant's calls, tools. Each kind of content is tried by itself, once, with a
-mark in its place; everything around it is what most templates accept, such as ids of nine characters for Mistral's.
+A template silently drops what it does not know: a role, an assistant's calls, tools. Each kind of content is rendered alone, once, with a
+mark in its place; everything around it has a form that most templates accept, such as ids of nine characters for Mistral's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = ("tool_calls", "reasoning_content", "content beside tool_calls")
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of a call: an object, as most templates want, which DeepSeek's can also append to a string."""
+    """The arguments of a call: an object, as most templates want; DeepSeek's can also append it to a string."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)

@@ -62,8 +62,8 @@ _LAST_WORDS_S = 1.0
 def run(config: Config, run_dir: Path) -> None:
     """Serve one run, from the engines' joining to the trainer's goodbye.
 
-    Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; the second acts like SIGTERM. Every
-    process started here has ended when this function returns or raises.
+    Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; a second SIGINT acts like SIGTERM.
+    Every process started here has ended when this function returns or raises.
 
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so there was nothing to save.
@@ -119,7 +119,7 @@ class Controller:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._task = asked.training
         self._pool = parts.pool_of(config, config.max_concurrent)
-        untried = succession is None or succession.is_first  # else the previous controller has tried them
+        untried = succession is None or succession.is_first  # else the previous controller tried scorer and answers
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
         driver = UpdateDriver(
@@ -247,7 +247,7 @@ class Controller:
             await part
         except Exception as error:
             if self._trained.is_set() and isinstance(error, EngineError):
-                log.warning("an engine failed after the last step: %s", error)  # only the last evaluation needs one
+                log.warning("an engine failed after the last step: %s", error)  # only the last evaluation needs engines
                 self._coordinator.engines_failed(error)
                 return
             self._failure = self._failure or error

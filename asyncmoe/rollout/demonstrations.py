@@ -20,12 +20,12 @@ TRIES = 100
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
-    A question whose demonstration is too long or fails is replaced by a later question, chosen by the numbers alone, so that a resumed
+    A question whose demonstration is too long or fails is replaced by a later question. Only the numbers decide which, so a resumed
     warm-up uses the same one.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.
-        total: number of demonstrations that the warm-up takes.
+        total: number of demonstrations that the warm-up uses.
         most: maximum tokens of a demonstration.
     """
 

@@ -30,7 +30,7 @@ class EngineLifecycle:
     Attributes:
         membership: answers the engines.
         prober: compares engines with the trainer.
-        taken: set once it is known which engines of the previous controller keep their weights; at once if there was none.
+        taken: set once it is known which engines of the previous controller keep their weights; set at once if there was none.
 
     Args:
         coordinator: learns when all engines have started.
@@ -66,7 +66,7 @@ class EngineLifecycle:
 
     def _returns(self, alone_s: float) -> bool:
         """Return whether an engine will come back after `alone_s` seconds without any."""
-        return bool(self._down()) and alone_s < self._section.start_timeout_s  # else they have left
+        return bool(self._down()) and alone_s < self._section.start_timeout_s  # engines that left do not return
 
     def _down(self) -> list[Member]:
         return [member for member in self._pool.members if member.fenced not in (None, LEFT)]
@@ -110,7 +110,7 @@ class EngineLifecycle:
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()
-            await engine.client.abort()  # requests of the last controller, for which nothing waits any more
+            await engine.client.abort()  # nothing waits any more for the last controller's requests
         except AsyncmoeError as error:
             return f"{engine.name} could not be taken over: {error}"
         member.serve(taken.version, taken.lineage)

@@ -73,7 +73,7 @@ class Evaluator:
         self._unfinished = 0
 
     def published(self, version: int) -> None:
-        """Report that every engine serves `version` from now on; if it is due, schedule its evaluation."""
+        """Report that every engine serves `version` from now on; if its evaluation is due, schedule it."""
         if not due(version, self._first, self._last, self._every) or (version == self._last and self._last_is_due):
             return
         self._last_is_due = version == self._last
@@ -150,7 +150,7 @@ def stage_of(training: RolloutContext, name: str, section: EvaluationSet) -> Rol
         training,
         teacher=None,
         sampling=sampling(section, training.sampling),
-        # Its own stream: episodes of two sets must not share conversations or random draws.
+        # Each set has its own stream: episodes of two sets must not share conversations or random draws.
         stream=f"{STREAM} {name}".strip(),
         # Its few requests go first: with a high `max_staleness`, thousands from training may wait, and later versions would answer instead.
         ahead=True,
@@ -172,10 +172,10 @@ def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
 
 
 def pass_chances(rewards: Sequence[Sequence[float]], samples: int, threshold: float) -> Mapping[str, list[float]]:
-    """Return, for k = 1, 2, 4 ... and `samples`, each question's chance that one of k episodes passes; their mean is pass@k.
+    """Return, for k = 1, 2, 4 ... and `samples`, each question's chance that at least one of k episodes passes; their mean is pass@k.
 
     For a question with n episodes, of which c pass, the unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating
-    Large Language Models Trained on Code", equation 1). Questions with fewer than k rewards are left out; a k without questions is too.
+    Large Language Models Trained on Code", equation 1). Questions with fewer than k rewards are left out; so is a k for which none is left.
 
     Args:
         rewards: the rewards of each question's episodes.
@@ -208,7 +208,7 @@ def measure(
 ) -> Evaluation:
     """Summarize an evaluation.
 
-    An episode's reward is the mean over its agents, an agent's the mean over the paths of its tree, and so are its metrics. Failed
+    An episode's reward is the mean over its agents, an agent's is the mean over the paths of its tree; metrics likewise. Failed
     episodes have no reward: they are counted, but excluded from every mean.
 
     Args:

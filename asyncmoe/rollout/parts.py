@@ -52,7 +52,7 @@ class RolloutParts(Tasks):
 
 
 class _Unawaited(ThreadPoolExecutor):
-    """The loop's threads, also for users' `asyncio.to_thread`. One that never ends blocks no other call and is not awaited."""
+    """The loop's threads, also for users' `asyncio.to_thread`. A thread that never ends blocks no other call and is not awaited."""
 
     def __init__(self) -> None:
         super().__init__(_MOST_THREADS, "loop")
@@ -64,8 +64,8 @@ class _Unawaited(ThreadPoolExecutor):
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run an event loop until a coroutine has ended. Remaining threads are not awaited, remaining tasks only for `_END_S`.
 
-    SystemExit or KeyboardInterrupt in another task, such as one started by a user's code, ends only that task, and is raised where it is
-    awaited. It stops the loop (asyncio's `Task` raises it twice), which then resumes.
+    SystemExit or KeyboardInterrupt in another task, such as one started by a user's code, ends only that task, and is raised where that
+    task is awaited. The exception stops the loop (asyncio's `Task` raises it twice), which then resumes.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
@@ -124,7 +124,7 @@ def load(config: Config) -> RolloutParts:
 
 
 def try_all(config: Config, *, own: bool) -> None:
-    """Load the parts, try them as before a run, and close them. A model that is not made yet needs only its tokenizer for that.
+    """Load the parts, try them as before a run, and close them. If the model is not made yet, its tokenizer suffices.
 
     Args:
         own: false: the user's own code has failed in a process of its own, and is not run in this one.

@@ -79,7 +79,7 @@ class RunLog:
         """
         run_dir, section = config.run.dir, config.log
         known, now = belonging.read(run_dir), belonging_of(config, recording)
-        if now != known:  # first, so that no log is left without its run's record
+        if now != known:  # written first, so that no log is left without its run's record
             belonging.write(run_dir, now)
         opened = opener(section, run_dir, now.run)
         with ExitStack() as held:
@@ -90,7 +90,7 @@ class RunLog:
             if known is not None and known.begun and not kept.state.next:
                 log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", kept.name)
             if known is not None and not known.begun and known.of != now.of:
-                kept.state = LogState()  # the records are of a run that never began
+                kept.state = LogState()  # the records belong to a run that never began
             recover(kept.state, step, config.warmup.steps, config.rollout.batch, kept.name)
             held.pop_all()
         return cls(config, kept, now.run)

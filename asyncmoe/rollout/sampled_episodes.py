@@ -103,7 +103,7 @@ def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str)
         versions=_versions(own),
         finish=turns[-1].generation.finish if turns else "",
         calls=tuple(agent.calls),
-        why=cleaned(str(agent.why)[:SHOWN]),  # a user's code may set it, and the name
+        why=cleaned(str(agent.why)[:SHOWN]),  # a user's code may set both this and the name
         failure=failure,
     )
     return SampledPath(prompt, member if made is None else _with_result(member, made))

@@ -34,8 +34,8 @@ class Tokenizer:
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
-            that is not installed, has no end-of-sequence token, or ids that the model does not know and that crash an engine; or its chat
-            template does not use one of `variables`.
+            that is not installed, has no end-of-sequence token, or has ids that the model does not know and that crash an engine; or its
+            chat template does not use one of `variables`.
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
@@ -53,7 +53,7 @@ class Tokenizer:
             self._tokenizer: Any = loader.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             untrusted = "auto_map" in settings and not trust_remote_code
-            hint = "model.trust_remote_code=true runs the Python code that lies beside it: read that code first" if untrusted else None
+            hint = "model.trust_remote_code=true runs the Python code beside the tokenizer: read that code first" if untrusted else None
             raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}", hint=hint) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")

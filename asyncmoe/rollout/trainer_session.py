@@ -39,7 +39,7 @@ class TrainerSession:
 
     Args:
         taken: set once it is known which engines of the previous controller keep their weights.
-        serve: called with the version of those engines, once the queue has it.
+        serve: called with the version that those engines serve, once the queue has that version.
         freed: as `on_freed` of `BoundedQueue`.
     """
 
@@ -67,7 +67,7 @@ class TrainerSession:
         self._met, self._meeting = asyncio.Event(), asyncio.Lock()
 
     def check(self, request: TrainerMessage) -> None:
-        """Refuse requests other than those of the trainer that is served and the next one's `Hello`.
+        """Refuse all requests except those of the trainer that is served, and the `Hello` of the next trainer.
 
         Raises:
             ProtocolError: the request is an older trainer's, or comes before its trainer's `Hello`.
@@ -97,7 +97,7 @@ class TrainerSession:
         """
         check(facts("controller"), hello.facts)
         async with self._meeting:
-            self.check(hello)  # a newer one may have been admitted meanwhile
+            self.check(hello)  # a newer start may have been admitted meanwhile
             if hello.epoch == self._served:
                 return
             if self.queue is None:

@@ -24,7 +24,7 @@ CONNECT_S = 10.0
 ANSWER_S = 60.0
 """Timeout, in seconds, of controller replies that require no waiting."""
 _BESIDE_S = 2.0
-"""CONNECT_S for a rollout worker, because the controller can be asked instead."""
+"""CONNECT_S for a rollout worker: shorter, because the controller knows whether the worker is lost."""
 
 
 class ConnectionGone(WaitTimeout):
@@ -51,7 +51,7 @@ class Client:
         self._beside: dict[str, tuple[Rendezvous, Client]] = {}
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
-        """Return a client of another server of the run. It is cached here, and closed once another server has replaced that one."""
+        """Return a client of another server of the run. It is cached here, and closed once that server has been replaced."""
         known = self._beside.get(peer)
         if known is None or known[0] != rendezvous:
             if known is not None:

@@ -31,7 +31,7 @@ class TrainerMessage(Message, frozen=True, kw_only=True):
     """Base of the trainer's requests.
 
     A lost trainer may be restarted in place, while controller and engines live on. It then has the next epoch, and the controller refuses
-    the requests of older ones: a rank that was only suspended changes nothing when it wakes up.
+    the requests of older epochs: a rank that was only suspended changes nothing when it wakes up.
     """
 
     epoch: Count = 0
@@ -78,7 +78,7 @@ class Commit(TrainerMessage, frozen=True):
 
     step: Count
     dropped: str = ""
-    """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
+    """Why the trainer left the whole batch untrained; the batch counts as dropped under this reason."""
 
 
 class Probe(Message, frozen=True):
@@ -118,11 +118,11 @@ class WeightsLoaded(TrainerMessage, frozen=True):
     checksums: tuple[dict[str, str], ...] = ()
     """As in `WeightsCommit`."""
     probe: Probe | None = None
-    """Used instead of checksums if engines have rounded versions of the trainer's weights."""
+    """Compared instead of checksums if engines have rounded versions of the trainer's weights."""
     first: bool = False
     """The weights are the trainer's version: engines may sample from now on, before they receive one."""
     kept: bool = False
-    """Engines keep the weights under adapters: engines that join later are compared too."""
+    """Engines keep these weights, because only adapters are trained: engines that join later are compared too."""
 
 
 class WeightsJoin(TrainerMessage, frozen=True):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _CUMEM = "NCCL_CUMEM_ENABLE"
-"""SGLang sets it to 0 in its processes unless it is given (0.5.23, `_set_envs_and_config` of entrypoints/engine.py); NCCL's own default is
+"""SGLang sets this to 0 in its processes unless given (0.5.23, `_set_envs_and_config` of entrypoints/engine.py); NCCL's own default is
 1 almost everywhere. SGLang sets NCCL_NVLS_ENABLE too, but there NCCL takes the minimum over all ranks (src/init.cc)."""
 _OWN = """
 NCCL_CONF_FILE NCCL_DEBUG NCCL_DMABUF_ENABLE NCCL_GRAPH_DUMP_ NCCL_GRAPH_FILE NCCL_HOSTID NCCL_IB_ADDR_ NCCL_IB_GID_INDEX NCCL_IB_HCA

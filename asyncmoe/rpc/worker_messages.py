@@ -135,7 +135,7 @@ class WorkerFetch(Message, frozen=True):
 
     keys: tuple[str, ...]
     places: tuple[Place, ...]
-    """The place of each one's group in the log."""
+    """The place of each trajectory's group in the log."""
     layers: tuple[Count, ...] | None = None
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
@@ -174,7 +174,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
-        sampled: number of sampled tokens; set only for an evaluation, like all that follow.
+        sampled: number of sampled tokens; set only for an evaluation, as are all fields below.
         oldest, newest: versions of its oldest and newest tokens.
         truncated: it ended at its limit of tokens.
         metrics: as in `Trajectory`.

@@ -52,7 +52,7 @@ class Comparison:
     """The result of `asyncmoe simulate`.
 
     Attributes:
-        cautions: caveats about the figures, a sentence each.
+        cautions: caveats about the figures, one sentence each.
     """
 
     workload: str
@@ -93,7 +93,7 @@ def compare(plant: Plant, workload: Workload) -> Comparison:
 
 
 def _cautions(plant: Plant, t_gen: float, outcomes: Mapping[Mode, SimulatedRun]) -> Iterator[str]:
-    """Yield caveats about a speed-up: assumptions of the laws that do not hold, and samples that were wasted."""
+    """Yield caveats about a speed-up: the laws' assumptions that do not hold, and samples that were wasted."""
     slots = plant.engines.count * plant.engines.max_running
     if plant.batch < slots:
         yield (

@@ -7,7 +7,7 @@ departures change only the speed of the clock. The engine keeps a heap of the cl
 Between two steps, one pass prefills all prompts that have arrived; the clock stops meanwhile. This models SGLang's scheduler without mixed
 chunks. Context length has no cost of its own: `t0` and `b0` are measured at the usual length.
 
-A heap orders the engines by their next event. A changed engine gets an entry with a newer stamp, which invalidates its former one. A
+A heap orders the engines by their next event. A changed engine gets an entry with a newer stamp, which invalidates its former entry. A
 request goes where the live pool would send it.
 """
 
@@ -33,7 +33,7 @@ class DecodingEngine:
     Attributes:
         clock: steps done, at time `since`. During a prefill `since` lies in the future.
         load: requests in slots.
-        tokens, busy: tokens sampled, and seconds with at least one request, until `since`.
+        tokens, busy: tokens sampled until `since`, and seconds until then with at least one request.
     """
 
     __slots__ = ("_heap", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
@@ -59,7 +59,7 @@ class DecodingEngine:
         heappush(self._heap, (start + tokens, number, request, start))
 
     def next_event(self) -> float:
-        """Return the time of the next `happen`, if nothing else happens before; inf without requests."""
+        """Return when `happen` is due, unless the engine changes before then; inf without requests."""
         if not self._heap:
             return math.inf
         left = self._heap[0][0] - self.clock

@@ -1,4 +1,4 @@
-"""The engines of a simulation: groups start as the capacity law allows, turns are sampled and sometimes wait for tools.
+"""The engines of a simulation: groups start as the capacity law allows, and turns are sampled, some after waiting for a tool.
 
 Responses wait for slots in order of arrival.
 """
@@ -64,7 +64,7 @@ class SimulatedEngines:
         self._state.now.busy, self._state.now.sampled = self._fleet.busy, self._fleet.tokens
 
     def _may_start(self) -> int:
-        """Return how many groups may start now; in modes that start whole batches, at most the rest of the current batch."""
+        """Return how many groups may start now; in modes that start whole batches, at most as many as the current batch still lacks."""
         state, size = self._state, self._size
         if not state.law.may_start(state.ledger, size, state.version):
             return 0
@@ -76,7 +76,7 @@ class SimulatedEngines:
         return self._most((state.law.max_staleness + 1) * self._batch // size)
 
     def _most(self, bound: int) -> int:
-        """Return how many groups the law admits together, up to a bound; it is known to admit one."""
+        """Return how many groups the law admits together, up to a bound; the law is known to admit one."""
         law, ledger, version = self._state.law, self._state.ledger, self._state.version
         return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
 

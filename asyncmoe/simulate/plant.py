@@ -1,4 +1,4 @@
-"""The plant of a simulation, described in YAML: sizes and speeds of a cluster, and the policy of the run on it.
+"""The plant of a simulation, described in YAML: sizes and speeds of a cluster, and the policy of the simulated run.
 
 The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as in the configuration of a run.
 """
@@ -29,8 +29,8 @@ Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 class PlantEngines(Section):
     """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
 
-    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`: here steps do
-    not grow with contexts, and memory is not modelled. Set `max_running` to the number of requests that fit.
+    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`: in the
+    simulation, steps do not grow with contexts, and memory is not modelled. Set `max_running` to the number of requests that fit.
     """
 
     count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
@@ -88,7 +88,7 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most the number of slots, which null stands for.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most the number of slots; null: that number.",
     )
     steps: Positive = Field(40, description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
@@ -142,7 +142,7 @@ class Plant(Section):
     def at_speeds(self, measured: Measured) -> Plant:
         """Return the plant with the step times that follow from measured speeds; without a workload, also with the measured lengths.
 
-        One measurement gives one batch's decoding step, so `engines.step_batch`, which says how steps grow, is kept.
+        One measurement gives one batch's decoding step, so `engines.step_batch`, by which steps grow with the batch, is kept.
         """
         engines, median = measured.engines, measured.lengths.response / exp(0.5)
         workload = self.workload if "workload" in self.model_fields_set else f"lognormal:median={median:.0f}"

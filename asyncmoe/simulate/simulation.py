@@ -26,7 +26,7 @@ from asyncmoe.simulate.state import Reading, RunState, SimulatedGroup, Simulated
 from asyncmoe.simulate.workload import Workload
 
 QueuedGroup = tuple[float, int, SimulatedGroup]
-"""Oldest version, arrival, group."""
+"""A group's oldest version, its order of arrival, and the group."""
 
 
 def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int | None = None) -> SimulatedRun:
@@ -45,8 +45,8 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their own cycles at
-    the end."""
+    """Disable Python's search for reference cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their
+    own cycles at the end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -70,7 +70,7 @@ class Simulation:
         self._scoring = 0
         self._queued: list[QueuedGroup] = []
         self._arrivals = 0
-        # Settling: the trainer has finished a step, and leases nothing until engines serve the previous step's version.
+        # Settling: the trainer has finished a step, and leases no batch until engines serve the previous step's version.
         self._training = self._settling = self._publishing = False
         self._free_since = 0.0
         self._warm = min(2 * (self._state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
@@ -143,7 +143,7 @@ class Simulation:
         if self._training or self._settling or state.steps >= plant.steps:
             return
         if self._drop_stale():
-            # Deferred, because freed capacity may trigger a lease, which is being decided here.
+            # Deferred: freed capacity may trigger a lease, and this function is still deciding about one.
             self._clock.after(0.0, self._dropped)
         if state.ledger.queued < plant.batch:
             return

@@ -69,7 +69,8 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
-    """Return the plant, and others that give the trainer a multiple of its least size. Its time is inversely proportional to its GPUs."""
+    """Return the plant, and others that give the trainer a multiple of its least size. The trainer's step time is inversely proportional to
+    its GPUs."""
     each, least = plant.engines.gpus, plant.trainer.least_gpus
     sizes = {plant.trainer.gpus: plant.engines.count}
     for share in (factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS):

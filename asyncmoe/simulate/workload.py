@@ -3,8 +3,8 @@
 A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share part of their z, so that
 responses to one prompt have similar lengths (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
 
-Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the turns
-and tool latencies of Search-R1.
+The named workloads are from PolyTrace, "RL in the Wild" (arXiv 2509.25279): the mixture of Intern-S1 math, and the turns and tool latencies
+of Search-R1.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parse(text: str) -> Workload:
     them tool calls with lognormal durations: median_s, sigma_s, cap_s). All but fixed take icc.
 
     Raises:
-        ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
+        ConfigError: an unknown name or key, an invalid value, or a file that is not a list of lengths.
         DataError: see `recorded`.
     """
     name, values = spec(text)
@@ -209,13 +209,13 @@ def _read(path: Path) -> list[float]:
 
 
 def recorded(run_dir: Path) -> list[list[Episode]]:
-    """Return the episodes of the groups that a run has kept (`asyncmoe.telemetry.samples`); it may still be running.
+    """Return the episodes of the groups that a run has kept (`asyncmoe.telemetry.samples`); the run may still be running.
 
     Kept groups are chosen by number alone, so their lengths are representative. Each trajectory of several agents or paths counts as an
     episode.
 
     Raises:
-        DataError: it has kept no groups yet, or a record is malformed.
+        DataError: the run has kept no groups yet, or a record is malformed.
     """
     groups = [record for record, _ in lines(run_dir / FOLDER / ROLLOUT_SAMPLES) if isinstance(record, SampledGroup)]
     found = [[episode for member in group.members if (episode := _episode(member))] for group in groups]

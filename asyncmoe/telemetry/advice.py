@@ -15,15 +15,16 @@ IDLE = 0.4
 BOTH_IDLE = 0.25
 """Share of idle time of both sides above which they are reported to wait for each other."""
 SETTLED_STEPS = 5
-"""Minimum RL steps; before that, shares of time reflect the start more than the run."""
+"""Minimum RL steps for advice on idle time; with fewer, shares of time reflect the start more than the run."""
 DROPPED = 0.1
 REJECTED = 0.05
 SYNC_SHARE = 0.2
 PAUSE_SHARE = 0.1
 OFF_POLICY = 0.2
-"""Share of tokens clipped by the objective, or capped by truncated importance sampling."""
+"""Share of tokens, clipped by the objective or capped by truncated importance sampling, above which advice is given."""
 LOGPROB_DIFF = 0.5
-"""In nats. float32 on one machine stays below 1e-4; bfloat16 with a different expert choice reaches a few tenths."""
+"""Log-probability difference in nats above which advice is given. float32 on one machine stays below 1e-4; bfloat16 with a different choice
+of experts reaches a few tenths."""
 
 ALL_WELL = "Nothing is off."
 NO_STEP = "No reinforcement-learning step yet."
@@ -45,7 +46,8 @@ class Advice(NamedTuple):
 
 
 def merged(advice: Mapping[str, Sequence[str]]) -> list[Advice]:
-    """Return the advice on runs, by name, so that each remedy is given once, with the runs that need it; the most urgent first."""
+    """Merge the advice on several runs, given by their names, so that each remedy appears once, with the runs that need it; the most urgent
+    first."""
     if len(advice) == 1:
         return [Advice(text, [], text in (ALL_WELL, FEW_STEPS)) for sentences in advice.values() for text in sentences]
     found: dict[str, dict[str, list[str]]] = {}
@@ -104,7 +106,7 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
 
 
 def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
-    # The median over steps is robust to one slow start; for engines, only records after the first step, which waits for their start.
+    # The median over steps is robust to one slow start. For engines, only records after the first step count: that step waits for them.
     trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0
     busy = mean(at_work for record in rollout if record.time > rl[0].time for at_work in record.engine_utilization.values())
     engines = 0.0 if busy is None else 1 - busy

@@ -20,8 +20,8 @@ NO_STEP_S = 1800.0
 """Seconds without a step after which `no_step` is raised, once."""
 Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
 """failed: the run ended with an error; silent: a process is silent for watch.stacks_after_s; no_step: no step for `NO_STEP_S`; engine_lost:
-an engine died or was fenced; worker_lost: a rollout worker does not answer any more; trainer_lost, controller_lost: it was lost and is
-restarted; anomaly: a rule of verify is broken."""
+an engine died or was fenced; worker_lost: a rollout worker does not answer any more; trainer_lost, controller_lost: the trainer or the
+controller was lost and is restarted; anomaly: a step broke a rule of verify."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Alarm:
             self._sent.append(self._sender.submit(self._call, self._command, json.dumps(body).encode()))
 
     def close(self) -> None:
-        """Wait for unsent alerts, for at most twice the limit of one: for the current and the last."""
+        """Wait for unsent alerts, for at most twice the time limit of one alert: one for the current alert, one for the last."""
         wait(self._sent, 2 * _TIMEOUT_S)
         self._sender.shutdown(wait=False, cancel_futures=True)
 

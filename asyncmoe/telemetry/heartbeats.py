@@ -1,4 +1,4 @@
-"""Heartbeats: each process of a run reports in run.dir/heartbeats/ROLE.json that it makes progress, and what it does.
+"""Heartbeats: each process of a run writes to run.dir/heartbeats/ROLE.json that it makes progress, and what it is doing.
 
 A heartbeat comes from the code that does the work, not from a separate thread: a process whose work hangs is silent. The reader measures
 silence with its own clock, from the last change of a file, so clocks of several hosts do not matter.
@@ -32,7 +32,7 @@ ENDED = "ended"
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A heartbeat. `number` counts the process's heartbeats; `does` describes what it begins."""
+    """A heartbeat. `number` counts the process's heartbeats; `does` describes what the process now begins."""
 
     role: str
     pid: int
@@ -45,7 +45,7 @@ class Heart:
     """Writes this process's heartbeats.
 
     Args:
-        every_s: minimum seconds between two, except for the first and the last.
+        every_s: minimum seconds between two heartbeats, except for the first and the last.
     """
 
     def __init__(self, run_dir: Path, role: str, every_s: float) -> None:
@@ -54,7 +54,7 @@ class Heart:
 
     def hears_signals(self, file: Path) -> None:
         """Write this process's stacks to `file` at each `DUMP_SIGNAL`, even while it hangs in native code."""
-        with suppress(OSError):  # then `asyncmoe stacks` shows only its state
+        with suppress(OSError):  # on failure, `asyncmoe stacks` shows only the process's state
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = file.open("a")
             faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)
@@ -66,7 +66,7 @@ class Heart:
         if now < self._next and does != ENDED:
             return
         self._next, self._number = now + self._every_s, self._number + 1
-        # Records on a failing disk report it; heartbeats must not end a healthy run, nor recreate its folder after it was moved.
+        # Writers of records report a failing disk. A heartbeat must not end a healthy run, nor recreate the run's folder after a move.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             replace(self._path, msgspec.json.encode(Beat(self._role, os.getpid(), self._number, does, self._dumps)))
@@ -76,7 +76,7 @@ _HEARTS: list[Heart] = []
 
 
 def start(run_dir: Path, role: str, every_s: float) -> None:
-    """Make this process `role` of a run. It is watched from its first `beat` on, because starting may be slow."""
+    """Make this process `role` of a run. The process is watched only from its first `beat` on, because starting may be slow."""
     heart = Heart(run_dir, role, every_s)
     heart.hears_signals(stacks_file(run_dir, role))
     _HEARTS[:] = [heart]
@@ -109,7 +109,7 @@ def read(run_dir: Path) -> dict[str, Beat]:
 
 
 def forget(run_dir: Path, roles: str = "") -> None:
-    """Delete the heartbeats of an earlier start, of the roles that begin with `roles`."""
+    """Delete heartbeats that an earlier start left, of the roles that begin with `roles`."""
     for path in (run_dir / FOLDER).glob(f"{roles}*"):
         path.unlink(missing_ok=True)
 
@@ -141,10 +141,10 @@ class BeatListener:
         return sorted(found, key=lambda one: -one.seconds)
 
     def forget(self, roles: str) -> None:
-        """Measure roles that begin with `roles` from their next heartbeat on."""
+        """Measure the silence of roles that begin with `roles` only from their next heartbeat on."""
         self._heard = {role: heard for role, heard in self._heard.items() if not role.startswith(roles)}
 
 
 def ends_the_run(role: str) -> bool:
-    """Return whether a run cannot continue without this role; the controller fences engines instead."""
+    """Return whether a run cannot continue without this role. It can without an engine, which the controller fences."""
     return role == "controller" or role.startswith(TRAINER)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_NAMES = 64
-"""Maximum names of the metrics that a record of many responses has."""
+"""Maximum number of metric names in a record of many responses."""
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -32,7 +32,7 @@ def means(every: Iterable[Mapping[str, float]], most: int | None = None) -> dict
     """Return the mean under each name over the mappings that have it, by ascending name.
 
     Args:
-        most: maximum names, those that most mappings have; None: all.
+        most: maximum number of names; those that most mappings have are kept. None: all.
     """
     values = defaultdict[str, list[float]](list)
     for one in every:

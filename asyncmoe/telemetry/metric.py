@@ -1,8 +1,8 @@
 """Metrics: their declaration beside a field of a record, and what readers derive from it.
 
 A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a string is described, but not exported.
-TensorBoard, Prometheus, the terminal and docs/metrics.md know no metric by name: they show what is declared. So does the report, where
-`report.plots` puts several metrics into a figure.
+TensorBoard, Prometheus, the terminal and docs/metrics.md know no metric by name: they show what is declared. The report does the same,
+except that `report.plots` puts several metrics into a figure.
 """
 
 from __future__ import annotations

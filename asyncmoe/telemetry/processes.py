@@ -1,4 +1,4 @@
-"""The processes of a run: each one started by a launcher writes run.dir/processes/ROLE.json; children are found from it."""
+"""The processes of a run: each process started by a launcher writes run.dir/processes/ROLE.json; its children are found through it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def record(run_dir: Path, role: str) -> None:
 
 
 def read(run_dir: Path) -> list[Recorded]:
-    """Return the recorded processes of a run, by role. In a copy of a run's directory, those of this host are left out: they belong to the
-    original run.
+    """Return the recorded processes of a run, by role. In a copy of a run's directory, processes of this host are left out: they belong to
+    the original run.
 
     Raises:
         DataError: a file is damaged.
@@ -63,12 +63,13 @@ def is_here(process: Recorded) -> bool:
 
 
 def runs(process: Recorded) -> bool:
-    """True if the process, which must be of this host, still runs."""
+    """True if the process, which must be on this host, is still running."""
     return is_here(process) and started(process.pid) == process.started
 
 
 def started(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None if there is none, or it has ended (a zombie)."""
+    """Return when a process of this host started, in clock ticks since boot; None if there is no such process, or if it has ended (a
+    zombie)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -135,8 +135,8 @@ class Follower:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of its own version and set, and
-    of all later versions.
+    """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes those before it that have its own version and
+    set, or a later version.
 
     Raises:
         DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.

@@ -13,7 +13,7 @@ from asyncmoe.telemetry.metric import Amount, Count, Metric
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a scorer or teacher; counts of samples since the controller started."""
 
-    in_flight: Annotated[int, Metric("Samples in a call to the judge.", "samples")] = 0
+    in_flight: Annotated[int, Metric("Samples in a call to the scorer or teacher.", "samples")] = 0
     waiting: Annotated[int, Metric("Samples waiting for a slot or in backoff.", "samples")] = 0
     scored: Annotated[int, Metric("Scored samples.", "samples")] = 0
     retried: Annotated[int, Metric("Retries.")] = 0
@@ -34,7 +34,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's counters and gauges.
 
     Started, accepted, rejected, dropped and requeued trajectories are counted since the run began: a restarted controller takes the counts
-    over from the log. The other counters, including those of tokens, start at 0 with the controller, unless they say otherwise.
+    over from the log. The other counters, including those of tokens, start at 0 with the controller, unless their descriptions say
+    otherwise.
     """
 
     time: Annotated[float, "Unix seconds."]
@@ -71,14 +72,14 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of one set: the same questions to one version.
+    """One evaluation of one set: its questions, put to one version.
 
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit a k
-    without such rewards.
+    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit each
+    k for which there are too few rewards.
     """
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]
-    version: Annotated[int, Metric("Version that every engine served at its start.")]
+    version: Annotated[int, Metric("Version that every engine served when the evaluation started.")]
     version_min: Annotated[Count, Metric("Oldest version that sampled a token of the evaluation.")] = None
     version_max: Annotated[
         Count, Metric("Newest version that sampled a token; later than `version` if weights were updated during the evaluation.")
@@ -100,7 +101,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Annotated[
         Mapping[str, float],
         Metric(
-            "Mean of each metric beside the reward, as `reward_mean`, over the episodes that have it; of many, the 64 that most have.",
+            "Mean of each metric beside the reward, as `reward_mean`, over the episodes that have it; at most 64, those that most have.",
             "the metric's own unit",
             key="name",
         ),
@@ -108,7 +109,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: Annotated[
         Mapping[str, float],
         Metric(
-            "pass@k: chance that one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
+            "pass@k: chance that at least one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
             "share of questions",
             key="k",
         ),

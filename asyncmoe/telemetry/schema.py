@@ -7,8 +7,8 @@ spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 
 Step, Resume and Span are here, Rollout and Evaluation in `rollout_schema`. A field with a `Metric` is a metric, and TensorBoard,
-Prometheus, the terminal and docs/metrics.md know only this declaration; `report.plots` says which metrics share a figure. They show metrics
-in the order of the fields.
+Prometheus, the terminal and docs/metrics.md know only this declaration; `report.plots` says which metrics share a figure. All of these show
+metrics in the order of the fields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[Count, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
-        Count, Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights.")
+        Count, Metric("Restarts so far that trained steps again from the log: steps of different lineages have different weights.")
     ] = None
 
     # Learning
@@ -53,7 +53,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Annotated[
         Mapping[str, float] | None,
         Metric(
-            "Mean of each metric beside the reward, over the responses that have it; of many, the 64 that most responses have.",
+            "Mean of each metric beside the reward, over the responses that have it; at most 64 metrics, those that most responses have.",
             "the metric's own unit",
             key="name",
         ),
@@ -90,17 +90,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     logprob_diff_mean_same_version: Annotated[
-        Amount, Metric("Mean |trainer - engine| log-probability over the same tokens.", "nats a token", over_updates="first")
+        Amount, Metric("Mean difference over the tokens of `logprob_diff_max_same_version`.", "nats a token", over_updates="first")
     ] = None
     logprob_tokens_same_version: Annotated[
-        Count, Metric("Number of those tokens; 0 in most steps of an asynchronous run.", "tokens", over_updates="first")
+        Count, Metric("Tokens in `logprob_diff_max_same_version`; mostly 0 in an asynchronous run.", "tokens", over_updates="first")
     ] = None
     train_infer_kl: Annotated[
         Amount,
         Metric("KL(engine || trainer), estimated, never negative: the effect of staleness and train-inference mismatch.", "nats a token"),
     ] = None
     train_infer_kl_direct: Annotated[
-        Amount, Metric("The same divergence, estimated as the mean log-probability difference: unbiased, may be negative.", "nats a token")
+        Amount, Metric("KL(engine || trainer), estimated as the mean log-probability difference: unbiased, may be negative.", "nats a token")
     ] = None
     routing_mismatch: Annotated[
         Mapping[int, float] | None,

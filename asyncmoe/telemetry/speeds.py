@@ -19,8 +19,9 @@ def speeds(config: Config, parameters: int, steps: Sequence[Step], rollout: Sequ
     """Return the speeds over the RL steps after the first `SETTLING`, as `asyncmoe bench step` writes them.
 
     A training step lasts `step_s` seconds without its waits for a batch and for weight sync. Engines sample `tokens_per_s`, all together,
-    with `running` conversations in each, while they have work. `gpus` are ranks, also on CPUs. What is not sampled is prompt. The
-    shares `trainer_waits` and `engines_idle` are of the `seconds`: the trainer waited for a batch, an engine had no work.
+    with `running` conversations in each, while they have work. `gpus` counts ranks, also on CPUs. Tokens that were not sampled are prompt
+    tokens. `trainer_waits` and `engines_idle` are the shares of `seconds` in which the trainer waited for a batch, and in which an engine
+    had no work.
 
     Args:
         parameters: number of the model's.

@@ -1,4 +1,4 @@
-"""The phases of a run's start, for the terminal: until the first step nothing else is to be seen. Pure."""
+"""The phases of a run's start, for the terminal, which shows nothing else until the first step. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def phases(beats: Iterable[Beat], rollouts: Sequence[Rollout]) -> list[str]:
     """
     engines = {one.role for one in beats if one.does == SERVES}.union(*(one.engine_utilization for one in rollouts))
     found = [f"{name} is ready" for name in sorted(engines)]
-    if rollouts:  # the controller writes them as soon as it knows a trainer, which greets it with its model loaded
+    if rollouts:  # the controller writes records once a trainer has joined, which has then loaded its model
         found.append("the trainer has loaded the model")
     if any(one.engines_serving for one in rollouts):
         found.append("engines have the trainer's weights")

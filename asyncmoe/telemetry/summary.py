@@ -1,4 +1,4 @@
-"""The summary of a run: about a dozen numbers, and what was rejected, scored and evaluated in words."""
+"""The summary of a run: about a dozen numbers, and descriptions of what was rejected, scored and evaluated."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_abs_logprob_diff_same_version: Annotated[
         Amount, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
     ]
-    same_version_tokens: Annotated[Count, Metric("Number of tokens compared for it.", "tokens")]
-    same_version_versions: Annotated[Count, Metric("Number of versions of those tokens.", "versions")]
+    same_version_tokens: Annotated[Count, Metric("Tokens compared for max_abs_logprob_diff_same_version.", "tokens")]
+    same_version_versions: Annotated[Count, Metric("Number of versions among the compared tokens.", "versions")]
     train_infer_kl_mean: Annotated[Amount, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
     routing_mismatch_mean: Annotated[
         Amount, Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens")
@@ -139,8 +139,8 @@ def what_it_was(run: RunRecords, summary: Summary) -> str:
 
 
 def rows(run: RunRecords, summary: Summary) -> list[Row]:
-    """Return what was measured as a table, with rows for evaluations, stages of scoring, and rejections. Of a run with so few steps that
-    the first are the last, `reward_first` is left out."""
+    """Return what was measured as a table, with rows for evaluations, stages of scoring, and rejections. If a run has so few steps that its
+    first steps are also its last, `reward_first` is left out."""
     rewards = known(step.reward_mean for step in run.rl)
     errors = {"reward_first": standard_error(rewards[:ENDS]), "reward_last": standard_error(rewards[-ENDS:])}
     found = [

@@ -47,7 +47,7 @@ class Learned:
 
     Attributes:
         updates: metrics of each optimizer update, refused ones included.
-        anomalies: the value that broke each broken rule of `verify`.
+        anomalies: for each broken rule of `verify`, the value that broke it.
         untrained: the rules that refused every update, joined by commas; "" unless all updates were refused.
     """
 
@@ -63,7 +63,7 @@ class Learner:
         client: fetches trajectories.
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
-        samples: records training's values for some trajectories.
+        samples: records values computed in training for some trajectories.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.

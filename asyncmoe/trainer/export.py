@@ -73,7 +73,7 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
 
     Args:
         origin: the base model of the adapter.
-        gatherer: the adapter's.
+        gatherer: gathers the adapter.
 
     Raises:
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.

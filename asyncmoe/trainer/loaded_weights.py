@@ -1,7 +1,7 @@
 """Compare the weights that engines loaded from the model's files with the trainer's, before anything is sampled.
 
-Engines have their own loader. If its weights differ, engines would sample with them until the first update, and with adapters for the whole
-run.
+Engines have their own loader. If its weights differ, engines would sample with them until the first update, or, if an adapter is trained,
+for the whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 
 _TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
-"""Probes: number of texts, tokens in each (the first has no log-probability), and bound of the ids they are drawn from: higher ids are rare
+"""Probes: number of texts, tokens in each (the first has no log-probability), and upper bound of the tokens' ids: higher ids are rare
 tokens that the model may never have seen."""
 
 

@@ -83,7 +83,8 @@ def run(config: Config) -> None:
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
     Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
-    # Not closed after an error: the process prints it and exits at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
+    # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
+    # fail.
     weights.close()
     client.close()
     mesh.stop()
@@ -161,7 +162,8 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # A run that stops while its engines start has no engines to publish to. Mid-step, a lease returns a batch, not a stop.
+            # A run that stops while its engines start has no engines to publish to. In the middle of a step, the lease returns the same
+            # batch again, not a stop.
             if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)
@@ -195,7 +197,8 @@ class Trainer:
     def _advance(self, leased: Leased, begin: float) -> None:
         """Run one step: train on the batch, end its lease, publish, record, save.
 
-        The end of the warm-up is recorded and saved before it is published, because publishing waits for engines that may never start.
+        The last step of the warm-up is recorded and saved before its weights are published, because publishing waits for engines, which may
+        never start.
         """
         phase, got = self._phase, unix()
         self._span("wait", begin, got)

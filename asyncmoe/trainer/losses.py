@@ -55,8 +55,8 @@ class PolicyLoss:
         return found
 
     def checked(self, figures: Mapping[str, Any]) -> dict[str, float]:
-        """Return the step's figures that a `checks.Guard` looks at. The trainer has the version of the batch's newest tokens only until
-        the batch's first update."""
+        """Return the step's figures that a `checks.Guard` looks at. After the batch's first update, the trainer's weights are no longer the
+        version that sampled the newest tokens, so "logprob_diff" is left out."""
         apart = figures["logprob_diff_max_same_version"]
         same = {} if self.progress or apart is None else {"logprob_diff": apart}
         return {"kl_engine": figures["train_infer_kl"], **same}

@@ -1,6 +1,6 @@
 """Profiles of chosen steps: traces of PyTorch's profiler, and snapshots of the GPU's allocator.
 
-`mark` names a part of a step in both, and in NVTX where `nsys` asks PyTorch for it.
+`mark` names a part of a step in both, and in NVTX if `nsys` requests that from PyTorch.
 """
 
 from __future__ import annotations

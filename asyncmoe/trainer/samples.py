@@ -132,7 +132,7 @@ class TrainerSamples:
 
     Args:
         done: optimizer steps taken so far.
-        layers: layers whose routing is kept.
+        layers: number of layers whose routing is kept.
     """
 
     def __init__(self, config: Config, mesh: Mesh, done: int, layers: int) -> None:

@@ -48,7 +48,7 @@ class StepMetrics:
 
     Attributes:
         loss: loss of the whole step.
-        grad_norm: gradient norm before clipping; 0 if every token was rejected, or the update was refused before it was known.
+        grad_norm: gradient norm before clipping; 0 if every token was rejected, or the update was refused before the norm was known.
         lr: learning rate used.
         rows: tokens of the trajectories, prompts included.
         tokens: sampled tokens.
@@ -269,7 +269,7 @@ def _logprobs(mesh: Mesh, temperature: float, batch: MicroBatch, head: OutputHea
 
 
 def _no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """Return an unused token count: with one, the schedule does not divide the loss by the number of micro-batches."""
+    """Return a token count, which is not used: it only keeps the schedule from dividing the loss by the number of micro-batches."""
     return torch.zeros([], dtype=torch.int, device=like.device)
 
 

@@ -183,7 +183,7 @@ class Offer(RankReport, frozen=True):
     Attributes:
         base: the version that its delta changes; None: it can only send everything.
         parts: by engine rank.
-        changed, elements: changed elements in the delta, and all elements that it covers; those sent to several engine ranks count once.
+        changed, elements: changed elements in the delta, and all elements that it covers; elements sent to several engine ranks count once.
     """
 
     base: int | None = None
@@ -197,7 +197,7 @@ class Coming(msgspec.Struct, frozen=True):
 
     Attributes:
         sizes: sizes in bytes of a delta's messages, in order, by trainer rank; empty for a full update.
-        digests: canonical digest of the elements from each trainer rank, by that rank.
+        digests: by trainer rank, the canonical digest of the elements from that rank.
     """
 
     sizes: dict[int, tuple[int, ...]]
@@ -228,7 +228,8 @@ class AllArrived(RankReport, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:
-        unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once that is made.
+        unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once the communicator is
+            made.
     """
 
     unique_id: bytes = b""
@@ -278,7 +279,8 @@ def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
 
 
 def passing(update: int, terms: Terms) -> list[Key[Any]]:
-    """Return all keys of an update except its header, which remains: by it a receiver that was suspended finds the newest update."""
+    """Return the keys of an update to delete once it is over: all but its header, which a receiver that was suspended needs to find the
+    newest update."""
     found: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
     if terms.delta:
         found += [*(offer(update, rank) for rank in trainer_ranks(terms)), *(coming(update, rank) for rank in engine_ranks(terms))]

@@ -30,8 +30,8 @@ inline uint64_t spread(uint64_t packed, int bits) {
     return (pairs & even) | (pairs & even << bits) << (16 - bits);
 }
 
-// Writes `bits` bytes. Writes up to 16 bytes if `left` permits; `left` is the number of bytes from `to` that may be
-// overwritten.
+// Writes the group's `bits` bytes and, if `left` permits, overwrites bytes after them, up to 16 in all. `left` is the
+// number of bytes from `to` that may be overwritten.
 inline void pack_group(const uint16_t* values, int bits, uint8_t* to, int64_t left) {
     uint64_t lanes[2];
     std::memcpy(lanes, values, sizeof lanes);

@@ -190,7 +190,8 @@ inline uint64_t equal(uint64_t bytes) {
     return ~differ & kHigh;
 }
 
-// Whether the ids of one plane are valid, for 8 of at most 128 experts: a token is one group, and no sum carries.
+// Whether the ids of one plane are valid if tokens choose 8 of at most 128 experts: the 8 ids of a token fit in a word,
+// and no byte's sum carries into the next.
 bool plane_valid_8(const uint8_t* from, const uint8_t* end, const RouteShape& shape) {
     const ToBytes to_bytes(shape.bits);
     const auto experts = static_cast<uint64_t>(shape.experts);

@@ -8,5 +8,5 @@
 - `client.py`: all of these as an `Engine`; health, aborts, adapters.
 - `lora.py`: server arguments and messages for adapters.
 
-Changes inside the server's process are `asyncmoe.platform.sglang` and `asyncmoe.weights.receiver`.
+The code that changes the server's process is in `asyncmoe.platform.sglang` and `asyncmoe.weights.receiver`.
 """

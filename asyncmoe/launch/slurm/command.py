@@ -14,7 +14,7 @@ _READ_BY_SRUN = re.compile(
     r"|TIMELIMIT|TRES_\w+|UNBUFFEREDIO|USE_MIN_NODES|WAIT|WORKING_DIR)"
 )
 """Variables by which srun changes steps (srun(1), "Input environment variables"). sbatch sets some of them from options of the whole job,
-while a step has one task per node, all of its memory and every GPU."""
+while a step has one task per node, and all memory and GPUs of the node."""
 
 
 class Stop:

@@ -133,7 +133,7 @@ def program(environ: Mapping[str, str], executable: str) -> tuple[str, ...]:
 
 
 def srun(nodes: Sequence[str], tasks: int, program: Sequence[str], name: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: as returned by `program`.
+    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: result of `program()`.
 
     - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
     - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.

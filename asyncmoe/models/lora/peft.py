@@ -106,8 +106,8 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         "inference_mode": True,
         "bias": "none",
     }
-    # Adapted weights outside the routed experts: PEFT takes each of these names in target_modules to mean only the experts' parameters
-    # (`_convert_peft_config_moe`).
+    # Name these adapted weights outside the routed experts one by one: in target_modules, PEFT takes their names to mean only the experts'
+    # parameters (`_convert_peft_config_moe`).
     if beside := {f"{_inner(m, pair)}.weight" for pair in pairs(m, kind) if m.experts and pair.expert is None and pair.target in MLP}:
         config["target_parameters"] = sorted(beside)
     return Files(config, adapter.dtype, tensors)
@@ -298,7 +298,7 @@ def _unstacked(
     """Yield (canonical name within the layer, value) for each half in a tensor of the stacked form.
 
     Args:
-        first: whether the tensor belongs to gate_up_proj if both parameters are adapted.
+        first: whether the tensor is the inner one (`base_layer`), which belongs to gate_up_proj if both parameters are adapted.
     """
     parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()} - {"weight"}
     unknown = parameters - {"gate_up_proj", "down_proj"}

@@ -28,7 +28,7 @@ def fuse(optimizer: Any) -> None:
     """Make torch's Adam, if Megatron's optimizer uses it, update all parameters of a group in one kernel. Call it again after loading a
     checkpoint, which restores its own setting.
 
-    torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and with it keeps `step` on the parameter's device.
+    torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and then keeps `step` on the parameter's device.
     """
     for inner in (one.optimizer for one in optimizers(optimizer)):
         if not isinstance(inner, torch.optim.Adam):  # AdamW is a subclass

@@ -1,12 +1,12 @@
 """Loads an optimizer state that was saved under another layout.
 
-Tensors have the shapes and names of the model's parameters in every layout, but other parts of a checkpoint depend on it
+Tensors have the shapes and names of the model's parameters in every layout, but other parts of a checkpoint depend on the layout
 (optimizer/optimizer.py, `ChainedOptimizer`, 0.16.1 and 0.19.2):
 
     common state  one mapping with groups of parameters, or one for each optimizer, of which there are two with expert parallelism; the step
                   in the groups, or beside them
-    masters       `optimizer.state.param.` if the state is sharded, `optimizer.state.fp32_param.` with bfloat16 if it is not; with float32
-                  that is not sharded the weights themselves
+    masters       `optimizer.state.param.` if the state is sharded, `optimizer.state.fp32_param.` if it is not and weights
+                  are bfloat16; float32 weights with a state that is not sharded are their own masters
 
 Loading asks for the names in the checkpoint, and converts the common state to this layout. Saves avoid the prefix that Megatron
 adds to the names of the second optimizer.
@@ -88,7 +88,7 @@ def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
     """
     parts = [state] if _SHARDED in state else [state[number] for number in sorted(state) if _SHARDED in state[number]]
     for part, one in zip(parts, optimizers, strict=False):
-        # In the order of `sharded_param_state_fully_reshardable`; a rank takes its own part of each.
+        # The order must be that of `sharded_param_state_fully_reshardable`, where each rank takes its own part of every parameter.
         weights = [weight for buffer in one.buffers for weight in buffer.param_index_map]
         for number, tensors in part[_SHARDED].items():
             tensors["param"] = weights[number].detach()

@@ -56,7 +56,7 @@ def define_router_gemm() -> None:
 
 
 def clear_latent_flag() -> None:
-    """Clear `HAVE_TE` in `multi_latent_attention.py`, which is set although its import yields only stand-ins; `isinstance` with a stand-in
+    """Clear `HAVE_TE` in `multi_latent_attention.py`. It is set there although the import yields only stand-ins, with which `isinstance`
     raises."""
     replace(module("transformer.multi_latent_attention"), "HAVE_TE", False)
 

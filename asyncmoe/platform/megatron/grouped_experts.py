@@ -41,7 +41,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """rows [T, hidden], sorted by expert; tokens_per_expert int [E], on any device; probs [T] -> [T, hidden] on this rank, where
         expert-tensor-parallel ranks hold terms of a sum."""
-        # The dispatcher keeps the counts on the host or on the device; in neither case does one wait for the other.
+        # The dispatcher keeps the counts on the host or on the device; in both cases the host need not wait for the device.
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)
         made = self._linear("linear_fc1", rows, ends)
         if self.config.bias_activation_fusion:

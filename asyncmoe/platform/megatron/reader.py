@@ -6,7 +6,7 @@ A torch_dist checkpoint holds pickles in three places, and the libraries unpickl
     __*.distcp   objects among the tensors, such as `_extra_state`; `DefaultLoadPlanner.load_bytes` loads them with `weights_only=False`
     common.pt    the rest; Megatron leaves `weights_only` to torch's default, which an environment variable turns off
 
-Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. The check is part of the load itself. The
+Here `.metadata` may name only `METADATA`, and the other two only what torch allows for weights. The check is part of the load itself. The
 patches are installed everywhere, also with a GPU.
 """
 

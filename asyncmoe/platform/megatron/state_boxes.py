@@ -2,8 +2,8 @@
 
 Megatron's `fully_reshardable` checkpoints store the state in the shapes of the parameters, and its save first gathers the whole state on
 every data-parallel rank (optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`, 0.16.1 and 0.19.2), which takes many
-times the memory and time of a copy. A rank has a range of each flat parameter, and a range is a few boxes: written under the same names,
-they load as the same tensors.
+times the memory and time of a copy. A rank has a range of each flat parameter, and a range consists of a few boxes. Boxes written under a
+tensor's name load as that tensor.
 """
 
 from __future__ import annotations

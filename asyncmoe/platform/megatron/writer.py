@@ -49,7 +49,7 @@ class Planner:
         Args:
             state: Megatron's sharded state.
             folder: an empty directory.
-            copy: copy tensors in host memory, because they change during the write; a GPU's are copied to host memory in any case.
+            copy: copy tensors in host memory, because they change during the write; tensors on a GPU are copied to host memory in any case.
         """
         save = module("dist_checkpointing").save
         chosen = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}

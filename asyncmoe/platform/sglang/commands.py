@@ -1,7 +1,7 @@
 """Delivers commands for the receivers (`asyncmoe.platform.sglang.receiver_command`) to an engine's workers while it generates.
 
-In SGLang (0.5.23), /update_weights_from_tensor must come between /begin_weight_update and /end_weight_update; and outside
-/pause_generation and /continue_generation it waits until no request is left. A command needs none of these four calls:
+In SGLang (0.5.23), /update_weights_from_tensor must come between /begin_weight_update and /end_weight_update; and unless it comes between
+/pause_generation and /continue_generation, it waits until no request is left. A command needs none of these four calls:
 
 - Every scheduler executes requests between two forward passes. Rank 0 receives a request and broadcasts it to all ranks of the engine
   (`SchedulerRequestReceiver`), so all of them execute it before the same pass, and none continues before the barrier after it.

@@ -33,7 +33,7 @@ ARGUMENTS = (
     "--disable-cuda-graph",
     # There are no kernels to compile, so a warm-up request would waste seconds.
     "--skip-server-warmup",
-    # Otherwise every idle scheduler spins on a core that the trainer could use.
+    # Without this flag every idle scheduler spins on a core that the trainer could use.
     "--sleep-on-idle",
     # The other adapter backends are Triton kernels. Takes effect only with --enable-lora.
     *("--lora-backend", "torch_native"),
@@ -52,7 +52,8 @@ def install() -> None:
     _check_version()
     # sglang.srt.platforms chooses a CPU only on request.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # vocab_parallel_embedding.get_masked_input_and_mask and others are compiled, but torch's compiler inspects triton and takes seconds.
+    # SGLang compiles functions such as vocab_parallel_embedding.get_masked_input_and_mask: torch's compiler inspects triton and takes
+    # seconds.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _triton()
     _sgl_kernel()

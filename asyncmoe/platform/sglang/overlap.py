@@ -69,8 +69,8 @@ def settle(scheduler: Any) -> None:
     scheduler.device_module.current_stream().wait_stream(scheduler.forward_stream)
 
 
-# No requests, because `Scheduler._reqs_finishing_inflight` counts one more token for the requests of an entry, and excludes a request
-# forever if that token is its last.
+# The entry has no requests, because `Scheduler._reqs_finishing_inflight` counts one more token for the requests of an entry, and excludes a
+# request forever if that token is its last.
 _SETTLED = (SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(grammar_advanced=True))
 
 

@@ -116,5 +116,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(SystemExit, KeyboardInterrupt):  # raised in one rollout, which it ends: the others continue
+        with suppress(SystemExit, KeyboardInterrupt):  # raised in one rollout, these end only that one
             loop.run_forever()

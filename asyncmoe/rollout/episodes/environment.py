@@ -46,16 +46,16 @@ _ORDER = count()
 """Numbers the responses of all episodes as they end."""
 
 Outcome = float | Mapping[str, Any] | None
-"""A reward, or None: the configured scorer scores every agent; or either as {"reward": ..., "metrics": {name: number}}."""
+"""A reward; None: the configured scorer scores every agent. Either may also come as {"reward": ..., "metrics": {name: number}}."""
 Rewards = Outcome | Mapping[str, Outcome]
-"""One outcome for all agents; or outcomes by name, where a path without one gets its agent's."""
+"""One outcome for all agents; or outcomes by name, where a path without one gets its agent's outcome."""
 
 
 class Environment(Protocol):
     """One object for the whole run; many episodes run in it concurrently. An optional `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
-        """Run one episode, from prompt to end. An exception rejects the episode: an agent's with its own reason, any other as `ERROR`."""
+        """Run one episode, from prompt to end. An exception rejects the episode: an agent's for its reason, any other as `ERROR`."""
         ...
 
 
@@ -86,12 +86,12 @@ class Response:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The sampled token ids; made when first asked for."""
+        """The sampled token ids; computed on first access."""
         return tuple(token for turn in self.turns for token in turn.generation.tokens.tolist())
 
     @cached_property
     def logprobs(self) -> tuple[float, ...]:
-        """Natural log-probability of each token, as in `Generation`; made when first asked for."""
+        """Natural log-probability of each token, as in `Generation`; computed on first access."""
         return tuple(value for turn in self.turns for value in turn.generation.logprobs.tolist())
 
 
@@ -128,7 +128,7 @@ class Agent:
         calls: tool calls that the environment made for it, for readers of samples.
         why: the scorer's explanation of its reward, for readers of samples.
         metrics: other numbers that its environment measured, by name.
-        spoke_last: increases with the end of its last response, across episodes; -1 before the first.
+        spoke_last: number of its last response, counted across episodes as responses end; -1 before the first.
         speaking: True while a response is in progress.
         episode: the episode it belongs to.
     """
@@ -216,10 +216,10 @@ class Agent:
 
         Args:
             max_new_tokens: at most `rollout.max_new_tokens`, which is the default.
-            stop: whole numbers are token ids that end the response instead of the end-of-sequence token; an empty sequence: only its length
-                ends it. Texts are additional: the token that completes a text is the response's last, so all its tokens were sampled and
-                are trained on, and text after the stop text within that token remains.
-            ends: called with the response up to the end of a stop text; returns whether it ends there. None: always.
+            stop: whole numbers are token ids that end the response instead of the end-of-sequence token; with an empty sequence, only
+                `max_new_tokens` ends it. Texts are additional: the token that completes a text is the response's last, so all its tokens
+                were sampled and are trained on, and text after the stop text within that token remains.
+            ends: called with the response up to the end of a stop text; returns whether the response ends there. None: always.
 
         Raises:
             TrajectoryRejected: the episode cannot continue: it is too long, an engine failed, or a token is outside the vocabulary. An

@@ -50,7 +50,7 @@ class RolloutContext:
         opened: called with every episode that begins.
         turns: keeps the engines' answers for episodes that begin again after a restart; None: they are not kept.
         piece: maximum number of tokens of a request; 0: no limit.
-        ahead: the episodes' first requests go before those of other episodes, as later ones always do.
+        ahead: the episodes' first requests go before those of other episodes, as later requests always do.
         teacher: supplies `Score.teacher` of every path, or None.
     """
 
@@ -180,7 +180,7 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
 
 
 def _given(result: Rewards, agents: list[Agent]) -> list[float] | None:
-    """Return the environment's reward for each leaf, which becomes a trajectory: the path's own, or its tree's; None: the scorer decides.
+    """Return the environment's reward for each leaf (a trajectory): the path's own reward, or its tree's; None: the scorer decides.
     Note the metrics in `Agent.metrics`."""
     known = {name for agent in agents for name in (agent.name, agent.tree)}
     by_name = isinstance(result, Mapping) and not (_OUTCOME & set(result)) - known

@@ -8,7 +8,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
-"""Tokens between two searches for a stop text: searching costs a quarter, and at most this many are sampled in vain."""
+"""Tokens between two searches for a stop text: a quarter of the cost of searching after each; at most this many are sampled in vain."""
 _WINDOW = 64
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -18,7 +18,7 @@ class Listening:
 
     Args:
         stops: stop texts; the first to appear ends the response. The token that completes it is the response's last.
-        ends: called with the response up to the end of a stop text; returns whether it ends there. None: always.
+        ends: called with the response up to the end of a stop text; returns whether the response ends there. None: always.
 
     Attributes:
         stopped_by: the text that ended the response, or None.

@@ -1,4 +1,4 @@
-"""Recorded answers: an episode that begins again after a restart of its run gets them for its requests, as far as they go."""
+"""Recorded answers: an episode that begins again after a restart of its run gets them for the requests that it repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.engines.types import ABORTED, Generation, IdLists, Listener, Sampl
 from asyncmoe.log.turns import EpisodeId, Turns
 
 _FORM = 3
-"""Version of the record format; answers recorded in another are requested again."""
+"""Version of the record format; answers recorded in another format are requested again."""
 _DIGEST_BYTES = 16
 _Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None]
 """A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
@@ -22,7 +22,7 @@ _Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | 
 
 @dataclass(frozen=True)
 class Recall:
-    """Stands in for the pool for the requests of one episode, and records every answer.
+    """Takes the pool's place for the requests of one episode, and records every answer.
 
     Attributes:
         resumes: an aborted response is continued, so its first part is recorded, too.

@@ -79,8 +79,8 @@ def assemble(
     had not yet passed through the model. Shared turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
-    everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
-    version computes entries under it only after the first token was sampled.
+    everything that the turns read from the prefix cache: no earlier version did, because requests carry the salt only while the version is
+    served, and no later one, because a turn reads the cache before its first token is sampled.
 
     Args:
         rewards, teacher: as in `Trajectory`, but including shared turns.

@@ -1,7 +1,7 @@
 """The paths of a tree of turns: which of them are leaves, and which turns each shares with an earlier one.
 
 A path is the list of an agent's turns from its first to its last; two paths share a turn if both have the same `Turn` object at the same
-index after only shared turns, so a turn is shared because it was forked, never because its tokens happen to be equal.
+index and share all turns before it. So a turn is shared because it was forked, never because its tokens happen to be equal.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def leaves(paths: Sequence[Turns]) -> list[int]:
 
 
 def forks(paths: Sequence[Turns]) -> list[tuple[int, int]]:
-    """Return where each path leaves the earlier paths: the index of the one (the first of several) that shares most turns with it, and the
-    number of shared turns; (0, 0) if there are none."""
+    """Return where each path leaves the earlier paths: the index of the path that shares most turns with it (the first of several), and the
+    number of these turns; (0, 0) if no path shares any."""
     found = []
     for i, path in enumerate(paths):
         shared = [common(path, earlier) for earlier in paths[:i]]

@@ -41,7 +41,7 @@ def _beside(name: str, text: str, start: int, end: int) -> bool:
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
-    """Return whether a mark is sure: GSM8K's sign, bold and code also mean headings and emphasis in Markdown."""
+    """Return whether a mark is sure: in Markdown, GSM8K's sign, bold and code may be mere headings and emphasis."""
     content, sign = mark[1] or "", mark[0][0]
     if sign not in "*`#":
         return True

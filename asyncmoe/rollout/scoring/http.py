@@ -1,4 +1,4 @@
-"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON; also the POST to any scoring server."""
+"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON; and the POST to any scoring server."""
 
 from __future__ import annotations
 

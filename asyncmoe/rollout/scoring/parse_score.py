@@ -20,9 +20,9 @@ from asyncmoe.rollout.scoring.plain_answer import LARGEST_REWARD, SHOWN_VALUE, g
 from asyncmoe.rollout.scoring.types import NAN, Sample, Score
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+"""Converts token ids to text."""
 Read = Callable[[object, Sample], Score]
-"""The raw answer for a sample to its score; raises as `read`."""
+"""Converts the raw answer for a sample to its score; raises as `read`."""
 
 
 def read(value: object, sample: Sample, separator: str | None, decode: Decode) -> Score:

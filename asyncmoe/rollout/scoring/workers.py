@@ -41,7 +41,7 @@ class InWorkers:
         """
         told = {key: value for key, value in vars(sample).items() if key not in self._left_out} | {"columns": dict(sample.columns)}
         asking = begun(self._ask(told), self._asking)
-        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a cancelled caller no longer retrieves it
+        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a cancelled caller retrieves no error
         # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         answer = await asyncio.shield(asking)
         if "raised" in answer:

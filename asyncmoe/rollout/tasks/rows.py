@@ -17,7 +17,7 @@ Keep = Callable[[str, Row], bool]
 
 
 def reached(row: Row, name: str) -> Any:
-    """Return the value of a column; without a column of this name, the one that a dotted name reaches in nested values. Raises KeyError."""
+    """Return the value of a column; without a column of this name, the value that a dotted name reaches in nested ones. Raises KeyError."""
     if name in row:
         return row[name]
     found: Any = row

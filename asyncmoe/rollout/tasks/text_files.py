@@ -25,7 +25,7 @@ _LONGEST_CELL = 2**31 - 1
 
 
 def kind(path: PurePath) -> str:
-    """Return the suffix that says how a file is read, in lower case: that before ".gz", if it has one."""
+    """Return the suffix that says how a file is read, in lower case: of a file with ".gz", the suffix before it."""
     return PurePath(path.name.lower().removesuffix(".gz")).suffix
 
 

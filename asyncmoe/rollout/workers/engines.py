@@ -27,7 +27,7 @@ class LentEngine:
     died: str | None = None
 
     def kill(self) -> None:
-        """Do nothing: the controller learns from the next news that it is fenced, and ends it."""
+        """Do nothing: the controller learns from the next news that the engine is fenced, and ends it."""
 
 
 class LentEngines:

@@ -79,7 +79,7 @@ class WorkerFleet:
         """By group: the number of its worker, and its encoded prompt."""
         self._refused: AsyncmoeError | None = None
         self._figures: dict[Rendezvous, Figures] = {}
-        """Figures of lost workers stay."""
+        """Statistics of all workers, lost ones included."""
         self._recorded: dict[int, int] = {}
         self.sampled: Callable[[EpisodeId, SampledEpisode], None] = lambda place, left: None
         self.times_lost = 0
@@ -184,7 +184,7 @@ class WorkerFleet:
         """Assemble a group from its episodes. An episode runs again if the group's worker has not seen it end.
 
         Raises:
-            TrajectoryRejected: it is unfit for training, or as `episode`.
+            TrajectoryRejected: the group is unfit for training, or as `episode` raises.
             StorageError: the log cannot be written.
         """
         number, asked = self._groups[episodes[0].group]

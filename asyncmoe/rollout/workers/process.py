@@ -164,7 +164,7 @@ class WorkerProcesses:
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """Wait for the workers to end, then ask the others to, and kill those that still do not. Blocks for at most 10 s: the launcher
+        """Wait for the workers to end, ask those that still run to end, and kill those that do not. Blocks for at most 10 s: the launcher
         waits for 20 s."""
         until = time.monotonic() + _GRACE_S
         late = [child for child in self._children.values() if not child.wait(max(0.0, until - time.monotonic()))]

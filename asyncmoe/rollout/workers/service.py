@@ -83,7 +83,7 @@ class WorkerService:
         self._config, self._number, self._loaded, self._recording = config, number, loaded, recording
         self._busy = deque[Busy](maxlen=_MOST_BUSY)
         self.pool = parts.pool_of(config, config.worker_share(number), lambda *interval: self._busy.append(interval))
-        self.pool.returns = lambda _: True  # the controller knows when none will come
+        self.pool.returns = lambda _: True  # only the controller knows when no engine will return
         self._engines = LentEngines(self.pool, connect)
         self._worker: Worker | None = None
         self._kept: WorkerLog | None = None

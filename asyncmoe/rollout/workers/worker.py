@@ -1,4 +1,4 @@
-"""Run episodes, assemble them into groups, and hold these until they are over."""
+"""Run episodes, assemble them into groups, and hold the groups until they are over."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Worker:
         held are read from the log.
 
         Args:
-            places: log position of each one's group.
+            places: log position of each trajectory's group.
             layers, masks: see `asyncmoe.trajectory.part`.
 
         Raises:

@@ -3,5 +3,5 @@
 - `points`: converts records to values by step. Pure.
 - `checks`: checks before anything starts.
 - `sink`: the thread, and the record of what a logger has been sent, in run.dir/loggers.
-- `tensorboard_client`, `wandb_client`, `mlflow_client`, `trackio_client`: the four.
+- `tensorboard_client`, `wandb_client`, `mlflow_client`, `trackio_client`: the four clients.
 """

@@ -52,7 +52,7 @@ class Mlflow:
         return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if shown else ""
 
     def log(self, point: LoggedPoint) -> None:
-        """See `LoggerClient`. The server's SQL store keeps equal values of the same time once, so a repeated request adds none."""
+        """See `LoggerClient`. The server's SQL store keeps equal values with the same time only once, so a repeated request adds none."""
         from mlflow.entities import Metric
 
         time = math.floor(point.time * 1000)
@@ -66,6 +66,6 @@ class Mlflow:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that MLflow accepts: of letters, digits and `/_-.: `, and normalised as a path."""
+    """Return a name that MLflow accepts: made of letters, digits and `/_-.: `, and normalised as a path."""
     legal = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("/")
     return legal.replace("..", "_")[:_MOST_NAME]

@@ -24,8 +24,8 @@ class LoggedPoint:
         step: the trainer's step; of an evaluation, the evaluated version.
         time: Unix seconds.
         values: by name. A step's names are the fields of metrics.jsonl ("loss", "ages/0"), and those of the newest rollout record up to
-            then, with the prefix "rollout/". An evaluation's have the prefix "evaluation/".
-        evaluation: True for an evaluation's.
+            then, with the prefix "rollout/". Names of an evaluation's values have the prefix "evaluation/".
+        evaluation: True for values of an evaluation.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Sent(msgspec.Struct, frozen=True):
         return point.time <= self.evaluated if point.evaluation else point.step <= self.step
 
     def plus(self, point: LoggedPoint) -> Sent:
-        """Return what has been sent once this point is sent, too."""
+        """Return what will have been sent when this point is sent, too."""
         step, evaluated = (self.step, point.time) if point.evaluation else (point.step, self.evaluated)
         return Sent(step, evaluated, self.points + 1)
 

@@ -1,6 +1,6 @@
 """Pass the records of a run to a logger from a thread: a slow or failing logger delays nothing.
 
-What was sent is kept in run.dir/loggers, so that a restarted run continues the logger's run and sends what is missing.
+A record of what was sent is kept in run.dir/loggers, so that a restarted run continues the logger's run and sends what is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoggerClient(Protocol):
     """A logger's client. Every method may raise any error of the logger's package."""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
-        """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).
+        """Begin a run, or continue run `id`, to which `points` points were sent; return the run's id, and its address ("" if it has none).
 
         `parameters` is nested; its keys are strings.
         """
@@ -58,7 +58,7 @@ class LoggerSink:
 
     Args:
         before: records of earlier starts of the run; the logger gets those it lacks.
-        say: called, from another thread, with the address of the logger's run, and with a failure.
+        say: called from another thread with the address of the logger's run, and with the message of a failure.
 
     Raises:
         DataError: the logger's state is damaged.
@@ -74,7 +74,8 @@ class LoggerSink:
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
 
     def feed(self, records: list[Followed]) -> None:
-        """Queue new records; returns at once. The logger's run begins with the first point: by then the user's scorer was tried."""
+        """Queue new records; returns at once. The logger's run begins with the first point, when the user's scorer has already been
+        tried."""
         before, self._before = self._before, ()
         for point in self._points.take([*before, *records]):
             self._waiting.put(point)

@@ -14,8 +14,8 @@ from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 class Trackio:
     """A run of Trackio; implements `LoggerClient`.
 
-    Trackio continues a run by its name, so the name ends with an id. Once a run is open, Trackio raises nothing: it warns, stores unsent
-    values on this machine, and sends them later itself.
+    Trackio finds the run to continue by its name, so the name ends with an id. Once a run is open, Trackio raises nothing: it warns, stores
+    unsent values on this machine, and sends them later itself.
 
     Args:
         name: first part of the run's name.

@@ -43,7 +43,7 @@ class Wandb:
             resume="allow",
             dir=self._folder,
             config=dict(parameters),
-            # The command line's output is not the run's; source code and its changes must stay private.
+            # Terminal output is not sent: it is not only the run's. Source code and its changes must stay private.
             settings=wandb.Settings(console="off", init_timeout=_INIT_S, disable_code=True, save_code=False, silent=True),
         )
         self._rows = points

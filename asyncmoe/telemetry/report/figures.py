@@ -25,7 +25,7 @@ COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
     *("#948200", "#7d8590", "#9a6bff", "#d2469b", "#9a6324", "#e5484d"),
 )
-"""Legible on white and on black. The first are Okabe and Ito's, which colour-blind readers can distinguish."""
+"""Colours that are legible on white and on black. The first ones are Okabe and Ito's, which colour-blind readers can distinguish."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -57,7 +57,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a run, or one key of it if it is a mapping.
+    """A metric of a run, or one key of a metric that is a mapping.
 
     Attributes:
         run, name: names of the run, and of this curve among the run's curves in a figure.

@@ -1,7 +1,7 @@
 """Put data, plot library, scripts and styles into one HTML file.
 
-The library and the data are gzip in base64, which a browser decompresses: this halves the file, and no text of a run can end a script. The
-page's security policy allows only its own scripts, and no connections.
+The library and the data are gzip in base64, which a browser decompresses: this halves the file, and keeps text of a run from ending a
+script. The page's security policy allows only its own scripts, and no connections.
 """
 
 from __future__ import annotations

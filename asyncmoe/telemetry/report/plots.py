@@ -27,8 +27,8 @@ SECTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of metrics of one kind of record: a step's over RL steps, a rollout record's over minutes, an evaluation's over the step
-    evaluated. A mapping is one curve for each key, or a heat map.
+    """A figure of metrics of one kind of record. Metrics of steps are drawn over RL steps, those of rollout records over minutes, and those
+    of evaluations over the step evaluated. A mapping is one curve for each key, or a heat map.
 
     Attributes:
         curves: names in the legend by field; a mapping's key follows the name. The metrics share one unit.

@@ -41,10 +41,10 @@ class RunPage:
     """The content of the page for a run, apart from its figures.
 
     Attributes:
-        newest: time of the newest record, in Unix seconds; None if no record has one.
-        ended: whether the run ended well, after that record.
-        versions: as of the newest start; {} if none were recorded.
-        samples: a note to readers on the groups.
+        newest: time of the newest record, in Unix seconds; None if no record has a time.
+        ended: whether the run has ended successfully.
+        versions: software versions at the newest start; {} if none were recorded.
+        samples: a note to readers about the groups shown.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Page:
     """A page of runs.
 
     Attributes:
-        differences: of two runs, by name of the row: the second's value minus the first's.
+        differences: for a page of two runs, the second's value minus the first's, by name of the row.
         rules: the rule behind each letter of a token that is not trained on.
     """
 
@@ -105,7 +105,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
 
 
 def _ended(run_dir: Path) -> bool:
-    """Whether every process that a run needs has ended, and said so."""
+    """Whether the last heartbeat of every process that a run needs says that the process has ended."""
     needed = [beat for role, beat in heartbeats.read(run_dir).items() if heartbeats.ends_the_run(role)]
     return bool(needed) and all(beat.does == heartbeats.ENDED for beat in needed)
 

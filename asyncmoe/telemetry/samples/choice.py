@@ -15,7 +15,7 @@ from asyncmoe.config import Config
 class Choice:
     """Keeps `groups` of each `of` consecutive group numbers.
 
-    A group keeps its number over attempts, leases and resumed runs, and so is always kept or never.
+    A group keeps its number over attempts, leases and resumed runs, so it is either always kept or never.
 
     Attributes:
         seed: run.seed.

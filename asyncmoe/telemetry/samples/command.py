@@ -52,7 +52,7 @@ def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     """Return the groups to show. Without a condition, these are the kept groups of the newest step that trained any.
 
     Raises:
-        DataError: none meets the conditions; says what there is.
+        DataError: no group meets the conditions; the message says which groups there are.
     """
     chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:

@@ -46,7 +46,7 @@ class SampleFile:
         return self._lines is not None
 
     def write(self, *records: SampleRecord) -> None:
-        """Append records; all or none of them if the bound is near."""
+        """Append all records, or none of them if they would exceed the bound."""
         text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         with self._lock:
             if self._lines is None:

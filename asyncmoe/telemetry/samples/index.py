@@ -1,4 +1,4 @@
-"""Find the samples of a run and join their halves. Lines are kept as bytes, a tenth of their decoded size."""
+"""Find the samples of a run and join the halves of controller and trainer. Lines are kept as bytes, a tenth of their decoded size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_
 
 Line = Begin | SampledGroup | Stale | Trained | Full
 Outcome = Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"]
-"""Outcome of a group. queued: it waits, or nothing more was recorded of it. lost: its training was undone, because the run resumed from an
-earlier checkpoint."""
+"""Outcome of a group. queued: the group waits, or nothing more was recorded about it. lost: its training was undone, because the run
+resumed from an earlier checkpoint."""
 
 
 @dataclass(frozen=True)

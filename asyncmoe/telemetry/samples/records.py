@@ -48,13 +48,13 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"
 
 
 class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
-    """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again."""
+    """The process begins after `step` optimizer steps. If records before this line are of later steps, those steps were trained again."""
 
     step: int
 
 
 class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
-    """The file has reached its bound; the last line of the files of asyncmoe 0.1."""
+    """The file has reached its bound; only asyncmoe 0.1 wrote this record, as the last line."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,13 +83,14 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One agent's part in an episode, or one path of its tree of turns: T tokens, S of them sampled. Responses that another path trains
-    count as observations.
+    """One agent's part in an episode, or one path of its tree of turns: T tokens, S of them sampled. Responses that are trained in another
+    path count as observations.
 
     Attributes:
         key: name of the trajectory.
         branch: number of the path in the agent's tree.
-        parent, forked: the path begins with the first `forked` tokens of path `parent` of the same tree, which trains them; 0: not forked.
+        parent, forked: the path begins with the first `forked` tokens of path `parent` of the same tree, and these are trained there; 0:
+            not forked.
         name: the agent's name in its environment.
         shared: True if it begins with the group's prompt, whose tokens are not repeated in `rest`.
         rest: its tokens, without the shared ones.
@@ -158,7 +159,8 @@ class SampledGroup(SampleRecord, frozen=True, kw_only=True, tag="group"):
 
 
 class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
-    """A queued group left the queue untrained, because its oldest token was of version `oldest` when the trainer had `version`."""
+    """A queued group left the queue untrained, because its oldest token was sampled by version `oldest` and the trainer had version
+    `version`."""
 
     group: int
     attempt: int = 0
@@ -169,7 +171,8 @@ class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
 
 
 class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
-    """The trainer's values for a trajectory's sampled tokens, in order; of many, only the first and last that `kept` keeps.
+    """The trainer's values for a trajectory's sampled tokens, in order; if there are many, only the first and last ones, as many as `kept`
+    returns.
 
     Attributes:
         step: as in `telemetry.schema.Step`.
@@ -177,9 +180,10 @@ class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
         logprobs: the trainer's log-probability when it trained on the token.
         advantages: one number if it is the same for all.
         weights: importance weights of objective.correction; one number if they are the same for all.
-        states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on it; `CAPPED`: trained with a capped weight; or one of
+        states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on the token; `CAPPED`: trained with a capped weight; or one of
             `REJECTED`.
-        mismatch: number of layers whose router would have sent the token elsewhere than the engine's; empty if routing is not kept.
+        mismatch: number of layers in which the trainer's router would have chosen other experts than the engine's; empty if routing is not
+            kept.
         layers: number of layers with experts.
     """
 

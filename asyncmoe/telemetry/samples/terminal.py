@@ -68,7 +68,7 @@ def _response(
     versions: Sequence[int],
     most: int,
 ) -> Panel:
-    """Return a response, below what it was asked if that is not the group's prompt (`given`)."""
+    """Return a response, below its own prompt (`given`) if that differs from the group's prompt."""
     parts: list[RenderableType] = [_text(shortened(given, most), colour, versions, 0), Rule(style="dim")] if given else []
     parts.append(_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers))
     for call in member.calls:

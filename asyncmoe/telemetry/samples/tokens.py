@@ -22,7 +22,7 @@ _LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token with the values of both sides; None: not sampled, not known, or not finite.
+    """A token with the values of engine and trainer; None: not sampled, not known, or not finite.
 
     Attributes:
         place: its index in the trajectory.
@@ -30,7 +30,7 @@ class TokenView:
         engine, trainer: its log-probability.
         advantage, weight: its advantage, and its importance weight in the correction.
         state: see `records.Trained.states`; "" if the trainer's half is missing.
-        mismatch: number of layers whose router would have sent it elsewhere.
+        mismatch: number of layers in which the trainer's router would have chosen other experts.
     """
 
     place: int
@@ -56,7 +56,7 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens that were left out of the sample. `role`: role of the first."""
+    """Tokens that were left out of the sample. `role`: role of the first of these tokens."""
 
     place: int
     count: int
@@ -81,7 +81,7 @@ def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | Non
 
 
 def _parts(stretch: Stretch) -> list[tuple[int, str] | int]:
-    """Return id and text of each kept token, with the number of omitted tokens in their place."""
+    """Return id and text of each kept token; the number of omitted tokens stands in their place."""
     tokens = list(zip(stretch.tokens, stretch.pieces, strict=True))
     return [*tokens[: stretch.after], *([stretch.left_out] if stretch.left_out else []), *tokens[stretch.after :]]
 

@@ -36,21 +36,21 @@ class MicroBatch:
         mask: bool[T]; True if the target was sampled and is trained on.
         behaviour: float32[T]; log-probability of the target when it was sampled, 0 outside `mask`.
         versions: int32[T]; version that sampled the target, `NOT_SAMPLED` outside `mask`.
-        pure: bool[T]; True if the one version in `versions` computed the whole trajectory, keys and values included; False outside `mask`.
+        pure: bool[T]; True if the target's version computed the whole trajectory, keys and values included; False outside `mask`.
         advantages: float32[T]; 0 outside `mask`.
         weights: float32[T]; weight of the row in the step's loss; 0 outside `mask`.
         proximal: float32[T] or None; log-probability of the target under the trainer before the batch's first update.
         reference: float32[T] or None; log-probability of the target under the reference policy, over the whole vocabulary.
         cu_seqlens: int32[n + 1] or None; starts of the packed sequences, then T; padding is a sequence of its own. None: one sequence with
             padding at its end, which no earlier row sees.
-            Context-parallel ranks always have it, and it counts the rows of all of them together, `whole` in number.
+            Never None under context parallelism, where it counts the rows of all ranks together (`whole`).
         max_seqlen: length of the longest sequence.
         segments: int64[T]; which of the trajectories in `places` the row belongs to, -1 for padding.
         experts: recorded experts of each row, if routing is kept.
         support: the ids the targets were sampled from, if any were recorded.
         places: where each trajectory is, among the rows of all context-parallel ranks together.
-        whole: number of these rows.
-        held: int64[T]; which of these rows this rank holds; None: all.
+        whole: number of rows of all context-parallel ranks together.
+        held: int64[T]; which of all those rows this rank holds; None: all of them.
     """
 
     tokens: torch.Tensor
@@ -78,14 +78,14 @@ class MicroBatch:
         return self.tokens.shape[1]
 
     def part(self, rows: torch.Tensor) -> MicroBatch:
-        """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
+        """Return the part that one context-parallel rank holds: the given rows, int64, ascending within each sequence."""
         by_row: dict[str, Any] = {name: value for name in _BY_ROW if (value := getattr(self, name)) is not None}
         for name, value in by_row.items():
             by_row[name] = value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows)
         return replace(self, **by_row, held=rows)
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values [T, ...] of this rank's rows among those of all context-parallel ranks, [whole, ...]; 0 for other ranks' rows."""
+        """Place values [T, ...] of this rank's rows among the rows of all context-parallel ranks: [whole, ...]; 0 for other ranks' rows."""
         return values if self.held is None else values.new_zeros(self.whole, *values.shape[1:]).index_copy_(0, self.held, values)
 
     def to(self, device: torch.device) -> MicroBatch:

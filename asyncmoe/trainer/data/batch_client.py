@@ -38,7 +38,7 @@ class Update:
     schedule: Schedule
     """The schedule over these positions."""
     weights: Mapping[int, float]
-    """Loss weight of each member's sampled tokens."""
+    """For each of these positions, the loss weight of a sampled token."""
 
 
 def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh, width: int) -> list[Update]:

@@ -21,7 +21,7 @@ from asyncmoe.trajectory import Buffer, frames_in
 
 log = logging.getLogger(__name__)
 _PATIENCE_S, _AGAIN_S, _TRIES = 2.0, 1.0, 3
-"""Seconds that one request waits for a worker's address, and between attempts; attempts at a worker that does not answer."""
+"""Seconds that one request waits for a worker's address; seconds between attempts; number of attempts at a worker that does not answer."""
 
 
 def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None, masks: bool) -> list[Buffer]:

@@ -18,7 +18,7 @@ class Experts:
 
     Attributes:
         layers: numbers of the covered layers of the model, ascending.
-        ids: uint8 (up to 256 experts) or int16, because torch has no arithmetic for uint16, [layers, T, K]; distinct within a row.
+        ids: [layers, T, K], uint8 (up to 256 experts) or int16 (torch has no arithmetic for uint16); distinct within a row.
         known: bool[T]; False for rows without recorded experts: padding, and a trajectory's last token, which no model has processed.
             Nothing depends on the output of such a row; its ids spread the load.
     """
@@ -65,7 +65,7 @@ class Support:
 def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int, routing: Routing) -> Experts:
     """Lay out the experts of trajectories, one row per token.
 
-    Digests are not checked again: `asyncmoe.trajectory.decode` did, and a batch is laid out more than once.
+    Digests are not checked again: `asyncmoe.trajectory.decode` has checked them, and a batch is laid out more than once.
 
     Args:
         trajectories: the micro-batch's trajectories; each has routes of all of `routing.layers`, and perhaps of other layers.

@@ -57,7 +57,7 @@ class Schedule:
         all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
         the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
         a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
-        the costs of any two ranks differ by at most the largest micro-batch;
+        the costs of any two ranks differ by at most that of the costliest micro-batch;
         the schedule depends only on the arguments.
     """
 
@@ -70,7 +70,7 @@ class Schedule:
 
 
 def cost(length: int, width: int) -> int:
-    """Return the cost of computing a trajectory: s (s + w) for s tokens, of which the first term is attention's.
+    """Return the cost of computing a trajectory of s tokens: s^2 + s w, where s^2 is attention's share.
 
     Args:
         width: w, the tokens at which attention costs as much as everything else (`asyncmoe.models.cost.attention_width`); 0: only
@@ -108,8 +108,8 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
 def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: int) -> list[Indices]:
     """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories.
 
-    They have equal costs if that keeps within the bound, else equal token counts if that does; else they are the bins of best fit, the
-    largest split.
+    They are balanced by cost if that respects the bound, else by token count if that does; else they are the bins of best fit, of which the
+    largest are split.
     """
     tight = best_fit_decreasing(lengths, bound)
     count = len(tight) + -len(tight) % multiple

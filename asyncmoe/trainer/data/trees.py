@@ -24,7 +24,7 @@ def numbers(items: Sequence[Item]) -> list[int]:
 
 
 def members(tree: Sequence[int]) -> list[list[int]]:
-    """Return the positions in the batch of each tree's paths; `tree`: as from `numbers`."""
+    """Return the positions in the batch of each tree's paths; `tree`: the result of `numbers`."""
     found: list[list[int]] = [[] for _ in range(max(tree, default=-1) + 1)]
     for i, number in enumerate(tree):
         found[number].append(i)
@@ -86,7 +86,7 @@ def mean_over_paths(values: Sequence[np.ndarray], common: np.ndarray, which: int
 
     Args:
         values: for each path of the tree, float[its tokens], or [1] for the same value at all of them.
-        common: as from `shared`.
+        common: the result of `shared`.
         which: the path.
     """
     size = int(common[which, which])

@@ -119,7 +119,7 @@ def _layer_pairs(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, la
 
 
 def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
-    """Mark how Megatron treats the gradient of a half, by attributes that it reads: `allreduce` (False: expert data parallelism applies),
+    """Set the attributes that tell Megatron how to treat the gradient of a half: `allreduce` (False: expert data parallelism applies),
     `sequence_parallel` (`finalize_model_grads` sums the gradients of copies over tensor-parallel ranks), `tensor_model_parallel` and
     `shared` (whether a rank's part counts in the global gradient norm)."""
     marks = {
@@ -128,7 +128,8 @@ def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
         "tensor_model_parallel": half.counted,
         "partition_dim": -1 if half.axis is None else half.axis + (half.experts is not None),
         "partition_stride": 1,
-        # Megatron would count undivided parameters on the first tensor-parallel rank; copies of experts' halves lie on other ranks.
+        # By default Megatron counts undivided parameters on the first tensor-parallel rank, but copies of experts' halves lie on other
+        # ranks.
         "shared": not half.counted,
     }
     for name, value in marks.items():

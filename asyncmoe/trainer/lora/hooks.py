@@ -43,10 +43,10 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
 
 
 def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """Embedding hook: make the output require gradients, which a frozen embedding's does not; otherwise a recomputed layer would have none.
+    """Embedding hook: make the output require gradients, as a frozen embedding's does not, so that recomputed layers get gradients.
 
-    The output [S, B, H] also gets standard strides: it is transposed, and with the odd strides of a batch of one torch multiplies each
-    row by a copy of a frozen weight.
+    The output [S, B, H] also gets standard strides: it is transposed, and with the unusual strides that a batch of one has, torch would
+    multiply each row by its own copy of a frozen weight.
     """
     output = plain(output)
     return output.requires_grad_() if torch.is_grad_enabled() else output

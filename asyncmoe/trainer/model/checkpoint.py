@@ -84,14 +84,15 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
     """
     common, asked = None, None
     try:
-        # Before Megatron reads it again: torch 2.13 keeps only the text of an error while reading (checkpoint/state_dict_loader.py).
+        # Check the metadata before Megatron reads them: from that read, torch 2.13 keeps only an error's text
+        # (checkpoint/state_dict_loader.py).
         saved = reader.metadata(checkpoint / reader.METADATA_FILE)
         if optimizer is not None:
             asked = any_layout.take_names_of(state["optimizer"], saved.state_dict_metadata)
             common = any_layout.common_strategy(state["optimizer"], any_layout.optimizers(optimizer))
             if lacking := next(filter(None, collectives.everyones(asked.lacking)), ""):
                 raise any_layout.Missing(lacking)
-        # Regardless of the checkpoint's metadata.json: this is the only format whose files `reader` checks.
+        # Load with FORMAT whatever the checkpoint's metadata.json says: it is the only format whose files `reader` checks.
         found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
         return dict(found), asked
     except any_layout.Missing as missing:

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on, or while it stands still, as `trainer.async_save` says.
+"""Saves checkpoints while training goes on, or while it stands still, depending on `trainer.async_save`.
 
     training thread                                  thread of the rank
     wait for the save before; plan, copy             write the file, sync and digest it
@@ -73,7 +73,8 @@ class _SaveThread(threading.Thread):
             self.planned.write()
             self._sealed = {path.name: manifest.seal(path) for path in self.planned.paths}
         except Exception as error:  # noqa: BLE001  reported to all ranks, and raised there
-            # Before anything is removed: torch may give no reason, so the disk is checked, and the message states the free space.
+            # Explain the error before files are removed: torch may give no reason, so `explain` looks at the disk and states its free
+            # space.
             explained = storage.explain(error, *checkpoint.target(self._config, self.step))
             told = f"{self.name}: trainer rank {self._rank}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
             self._told = explained or AsyncmoeError(told)

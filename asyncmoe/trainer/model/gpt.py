@@ -41,7 +41,7 @@ class Model:
         config: Megatron's model configuration.
         chunks: the bare GPTModels of this pipeline stage, one unless stages interleave; their parameters have the names `asyncmoe.models`
             uses within a chunk.
-        ddp: the modules to run: each of `chunks` inside the cast to bfloat16, if any, inside Megatron's data parallelism.
+        ddp: the modules to run: each of `chunks`, wrapped in the cast to bfloat16, if any, and then in Megatron's data parallelism.
         dtype: dtype of the parameters.
         hf: the Hugging Face configuration.
         parallel: the parallel sizes.
@@ -110,7 +110,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     ddp = tuple(DistributedDataParallel(megatron_config, layers.ddp_config(config, on), chunk) for chunk in inner)
     for chunk in ddp:
         chunk.train()
-    # Without it the schedules reduce gradients after every micro-batch, and Megatron expects the same number of reductions in every step.
+    # Without no_sync_func the schedules reduce gradients after every micro-batch, and Megatron expects the same number of reductions in
+    # every step.
     no_sync = [chunk.no_sync for chunk in ddp]
     megatron_config.no_sync_func = no_sync if len(ddp) > 1 else no_sync[0]
     rate = config.trainer.router_bias_rate
@@ -119,8 +120,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
 
 
 def gather_weights(model: Model) -> None:
-    """Gather all new weights now. With `overlap_param_gather` only the next forward pass would gather them, too late for earlier
-    readers. Collective over all ranks."""
+    """Gather all new weights now. With `overlap_param_gather` only the next forward pass would gather them, too late for code that reads
+    them earlier. Collective over all ranks."""
     if model.switches.overlap_param_gather:
         for chunk in model.ddp:
             chunk.start_param_sync(force_sync=True)

@@ -101,7 +101,7 @@ def _recompute(config: Config, on: Switches, latent: bool) -> Mapping[str, Any]:
         return {}
     for module, possible, why in (
         ("moe_act", on.experts == "transformer_engine", "the experts are not Transformer Engine's"),
-        # Megatron asks Transformer Engine whether it computes in float8 (`CheckpointWithoutOutputFunction`), or raises NameError.
+        # Megatron asks Transformer Engine whether it computes in float8 (`CheckpointWithoutOutputFunction`): a NameError if it is missing.
         ("layernorm", on.transformer_engine, "the layers are not Transformer Engine's"),
         ("mla_up_proj", latent, "the model's attention is not latent"),
     ):

@@ -1,4 +1,4 @@
-"""Blocks of logits: all rows, a span of the vocabulary."""
+"""Blocks of logits; each has all rows and a span of the vocabulary."""
 
 from __future__ import annotations
 

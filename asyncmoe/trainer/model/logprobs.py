@@ -24,8 +24,8 @@ class LogProbs:
 
     Attributes:
         sampled: [n]; over the ids that the token was sampled from; differentiable.
-        whole: [n]; over the whole vocabulary; differentiable. None without supports: then `sampled` is.
-        entropy: [n]; of the softmax over all ids, in nats; not differentiable. None if not asked for.
+        whole: [n]; over the whole vocabulary; differentiable. None without supports, when `sampled` is already over the whole vocabulary.
+        entropy: [n]; of the softmax over all ids, in nats; not differentiable. None if not requested.
     """
 
     sampled: torch.Tensor

@@ -49,12 +49,12 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """True if this rank counts its rows in sums over all ranks: one rank among all that see the same rows."""
+        """True on one rank among those that see the same rows: only it counts them in sums over all ranks."""
         return self.last_stage and self.tp_rank == 0
 
     @property
     def fetches(self) -> bool:
-        """True for one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
+        """True on one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     @property

@@ -65,8 +65,8 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
     """Take a step unless it is refused. Collective over all ranks.
 
     Args:
-        allows: called with the gradient norm before clipping, the same on every rank, NaN if it is not finite on one; returns whether to
-            change parameters, and may raise.
+        allows: called with the gradient norm before clipping, the same on every rank, NaN if any rank's norm is not finite; returns whether
+            to change parameters, and may raise.
 
     Returns:
         The norm, and whether parameters changed.

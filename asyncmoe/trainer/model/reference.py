@@ -14,8 +14,8 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model, local_tensors, named_tensors
 
 Reference = Callable[[], AbstractContextManager[None]]
-"""A context whose forward passes compute the reference policy. The trainer's own weights are not overwritten: they may be being sent to
-engines."""
+"""A context whose forward passes compute the reference policy. The trainer's own weights are not overwritten, because a transfer to engines
+may be reading them."""
 
 
 def reference(model: Model, path: Path) -> Reference:

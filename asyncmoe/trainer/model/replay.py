@@ -124,7 +124,7 @@ class Replay:
         sequence_parallel: (rank, size) of the group that splits rows inside the model into equal consecutive parts.
 
     Raises:
-        InvariantBroken: a router is in a layer without experts in `routing`, routers do not support replay (fused or Sinkhorn), or the
+        InvariantBroken: a router is in a layer that `routing` lacks, routers do not support replay (fused or Sinkhorn), or the
             model has layers that engines do not record (multi-token prediction).
     """
 

@@ -30,12 +30,12 @@ def group_advantages(
         reinforce_plus_plus           normalised over the batch                arXiv 2501.03262
         reinforce_plus_plus_baseline  r - mean, then normalised over the batch
         gdpo                          sum(w grpo(part)), then as grpo over the batch as one group: GDPO, arXiv 2601.05242, equations 4 to 7.
-                                      A response without a part is not compared by it and adds 0; one without any has 0 (as in TRL)
+                                      A missing part adds 0 and enters no comparison; a response without parts has 0 (as in TRL)
     Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), with mean and sample variance over all tokens of the batch, so that a response counts
     once per token.
 
-    A group with equal rewards, or with a single response, carries no signal: its advantages are exactly 0. Normalised advantages compare
-    over the batch instead: exactly 0 if all values of the batch are equal or it has a single token. pass_at_k gives 0 for a tie.
+    A group with equal rewards, or with a single response, carries no signal: its advantages are exactly 0. Normalised advantages are
+    compared over the batch instead: exactly 0 if all values of the batch are equal or it has a single token. pass_at_k gives 0 for a tie.
     reinforce_plus_plus_baseline therefore gives every group of equal rewards the same advantage, -mean(a) / sqrt(var(a) + 1e-8), as
     OpenRLHF (`reinforce_baseline`) and verl do: mean(a), over tokens, is the covariance of length and reward within groups, divided by the
     mean length, so the advantage says nothing about the group's prompt, and `rollout.filter_equal` may drop the group.
@@ -44,7 +44,8 @@ def group_advantages(
         rewards: n finite numbers.
         groups: n; equal for responses to one prompt.
         sampled: n; number of sampled tokens in each response. Required by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
-        parts: of gdpo: weight, and float64[n], NaN where a response has none, of each part of the reward; none: the reward itself.
+        parts: for gdpo, (weight, values float64[n]) of each part of the reward, NaN where a response lacks the part; empty: the reward
+            itself.
     """
     reward, group, length = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(sampled, np.float64)
     if not len(reward):

@@ -85,7 +85,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
             rejected_by_age: rejected share of the tokens of each age, for ages with rejected tokens.
         clip_fraction: share of the kept tokens on which the clip acts.
         tis_capped_fraction: share of tokens whose weight is capped; correction_mean: mean weight of kept tokens.
-        ratio_mean: of w = pi / pi_engine, log w within [-20, 20].
+        ratio_mean: mean of w = pi / pi_engine, with log w clamped to [-20, 20].
         ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n if a single token has all the weight.
         train_infer_kl: KL(engine || trainer), the k3 estimate, never negative; train_infer_kl_direct: mean of log pi_engine - log pi,
             unbiased but noisy.

@@ -119,14 +119,15 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
 
 
 def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
-    """Compare the values of rows in two parts with those of whole sequences: once with every other row in a part, once with the sampled
-    rows in one.
+    """Compare the values of rows in two parts with those of whole sequences: once with alternate rows in the two parts, once with all
+    sampled rows in one part.
 
     Args:
-        value: [T]; its values for `rows`, three whole sequences.
+        value: [T]; the function's values for `rows`, three whole sequences.
 
     Raises:
-        ConfigError: they differ, or it sums over sequences more often for one part than for another, which would leave a rank waiting.
+        ConfigError: they differ, or the function sums over sequences more often for one part than for another, so that a rank would be left
+            waiting.
     """
     wholes: list[torch.Tensor] = []
 
@@ -195,7 +196,7 @@ _PROXIMAL = ((0, 0, -0.75, -1.25, -1.0, 0), (0, -0.5, -101.0, 0), (0,) * 5)
 _BEHAVIOUR = ((0, 0, -1.0, -0.25, -101.0, 0), (0, -0.25, -1.0, 0), (0,) * 5)
 _ADVANTAGES = ((0, 0, 1.5, 1.5, 1.5, 0), (0, -0.5, -0.5, 0), (0,) * 5)
 _VERSIONS = ((-1, -1, 5, 6, 7, -1), (-1, 7, 7, -1), (-1,) * 5)
-"""Three sequences, the last without sampled tokens. Two ratios are e^100, as an engine's impossible tokens have."""
+"""Three sequences, the last without sampled tokens. Two ratios are e^100, as for tokens that were impossible for the engine."""
 
 
 def _rows(chosen: tuple[int, ...], gradient: bool) -> PolicyRows:

@@ -36,8 +36,8 @@ class WeightUpdateCoordinator:
     """Answers the sender's requests by driving all engines.
 
     Args:
-        driver: its `timeout_s` also limits the sender's silence between two requests while engines are paused.
-        published: awaited with a version once every engine serves it.
+        driver: drives the engines; its `timeout_s` also limits how long the sender may be silent while engines are paused.
+        published: called with a version, and awaited, once every engine serves that version.
     """
 
     def __init__(self, driver: UpdateDriver, published: Callable[[int], Awaitable[None]]) -> None:
@@ -260,7 +260,7 @@ class WeightUpdateCoordinator:
         Raises:
             WeightSyncError: an engine refused it, or none is left.
         """
-        # Before raising: engines that resumed already sample the version, whatever is wrong with the others.
+        # Publish before raising any error: engines that resumed already sample this version.
         if pause_ms:
             await self._published(version)
         # An engine that is gone or silent is fenced and serves nothing; the others have the version.

@@ -38,7 +38,7 @@ class OpenUpdate:
 
     Attributes:
         session: whether the paused engines have a weight update open (`Engine.begin_update`).
-        paused: Unix time at which each engine was asked to pause, until it has resumed.
+        paused: by engine name, the Unix time at which the engine was asked to pause; removed once it has resumed.
     """
 
     state: UpdateState
@@ -57,7 +57,7 @@ class UpdateDriver:
     Attributes:
         pool: the engines; its members' `version` is the ledger.
         timeout_s: limit on each call to an engine, and on each wait for responses.
-        pause_s: limit on each part of an engine's pause that does not involve the sender, because all other engines wait for it (`soon`); a
+        pause_s: limit on each part of an engine's pause that does not involve the sender (`soon`): all other engines wait meanwhile, and a
             running engine pauses after at most one forward pass.
         interruption: how responses in progress are handled (`asyncmoe.rollout.episodes.interruption`).
         roster: the engines that receive versions.
@@ -67,7 +67,8 @@ class UpdateDriver:
     Args:
         record: called with (engine, begin, end), Unix seconds, for every pause.
         unfinished: returns the number of started trajectories that must finish before a version lands, whether at an engine or not.
-        note: saves the engines' weights beyond this process (`asyncmoe.engines.succession`), and returns once saved; None: not saved.
+        note: saves which weights the engines have, for a later controller (`asyncmoe.engines.succession`), and returns once that is saved;
+            None: not saved.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class UpdateDriver:
     async def _pause(self, update: OpenUpdate) -> Failures:
         """Pause all engines at the same time; return those that failed.
 
-        If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. If no
-        response may be at an engine, the others wait.
+        An engine that takes longer than `PATIENCE` of `pause_s` may hang, so the others resume until it has paused or failed. They stay
+        paused if the interruption mode lets no response stay at an engine during an update.
         """
         self.pool.hold()
         await self.pool.held()
@@ -213,8 +214,8 @@ class UpdateDriver:
 
     @asynccontextmanager
     async def soon(self, member: Member, what: str) -> AsyncIterator[None]:
-        """Limit the time of calls to a paused engine that depend on nobody else: all other engines wait for this one, and nothing probes
-        it.
+        """Limit the time of calls to a paused engine, if they depend on nobody else: meanwhile all other engines wait, and nothing probes
+        this one.
 
         Raises:
             WaitTimeout: the calls took longer than `pause_s`.
@@ -258,11 +259,11 @@ class UpdateDriver:
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
         if self.pool.serving:
             self._served = version, lineage
-        version, lineage = self._served  # without a serving engine, those of the last ones: restarted engines have neither
+        version, lineage = self._served  # if no engine serves, those that engines last served: restarted ones have none
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
     def _settled(self) -> None:
-        """Save that no engine is changing any more. Nothing waits for the save: until then engines only seem to be changing."""
+        """Save that no engine is changing any more. Nothing waits for the save: until it is done, engines only seem to be changing."""
         if self._note is not None:
             task = asyncio.ensure_future(_told(self._note(self._holding())))
             self._noting.add(task)

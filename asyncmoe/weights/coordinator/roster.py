@@ -39,5 +39,5 @@ class EngineSet:
         return self if members == self.members else EngineSet(self.number + 1, members)
 
     def anew(self, pool: Pool) -> EngineSet:
-        """Return the present engines under the next number, even if they are the same: everything made for this set is gone."""
+        """Return the present engines under the next number, even if they are the same engines: everything made for this set is gone."""
         return replace(self.now(pool), number=self.number + 1)

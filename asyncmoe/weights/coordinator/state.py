@@ -8,9 +8,9 @@
                  |                  |                 |
               Ending.DROP      Ending.RESUME      Ending.FENCE       if the update ends without a commit
 
-One update is open at a time. Another replaces it only while it is ARRIVING: a lost sender may have left it. A commit has no phase of its
-own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by another ending,
-which takes a while; until then it is open.
+One update is open at a time. A new update replaces it only while it is ARRIVING, because a lost sender may have left it behind. A commit
+has no phase of its own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by
+another ending, and stays open until that has finished.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) ->
     """Close the gate, and have each engine swap in its received weights between two forward passes, in one call, so that no engine idles
     for a round trip to this process.
 
-    If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: requests go to the engines that have the version, until the late
+    An engine that takes longer than `PATIENCE` of `pause_s` may hang: requests then go to the engines that have the version, until the late
     one has it too or is fenced.
 
     Args:

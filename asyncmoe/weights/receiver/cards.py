@@ -30,7 +30,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
         return None
     found = origin() if TRANSPORTS[terms.transport].nccl else None
     free, total = torch.cuda.mem_get_info(device)
-    # Torch frees its cached memory before it reports out of memory, though fragments may be too small.
+    # Torch's cached memory counts as free, because torch frees it before it runs out of memory; fragments may still be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     uuids = {index: str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
     unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}

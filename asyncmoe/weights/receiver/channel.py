@@ -40,7 +40,7 @@ class SideStream:
     the copies.
 
     Attributes:
-        stream: None on a CPU, where no call has an effect.
+        stream: None on a CPU, where the methods do nothing.
         handle: the stream as a cudaStream_t.
         relieve: frees the device's cached memory.
     """

@@ -1,6 +1,6 @@
 """The key-value store of the weight protocol, hosted by the trainer's rank 0, and process groups made through it.
 
-In a run on one machine the store is a file that no other user can reach, else an address (torch's `TCPStore`, which has no authentication).
+In a run on one machine the store is a file that no other user can reach, otherwise a server (torch's `TCPStore`, without authentication).
 Receivers poll it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages are in
 `asyncmoe.weights.protocol`.
 """
@@ -96,8 +96,8 @@ class Store:
         begin, seen = time.monotonic(), -1
         while True:
             self._look()
-            # Every change makes the file longer. Reading its length is cheap, and the interpreter can end a daemon thread that does so,
-            # unlike one in torch's code, which would abort the process.
+            # Poll the file's length, which is cheap: every change makes the file longer. At exit the interpreter can end a daemon thread
+            # that polls; a thread inside torch's code would abort the process.
             size = file.stat().st_size if file.exists() else 0
             if size != seen and self.has(key):
                 return

@@ -57,7 +57,7 @@ def obstacles(model: torch.nn.Module) -> list[str]:
         from sglang.srt.layers import deep_gemm_wrapper
 
         if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
-            found.append("its DeepGEMM packs float8 scales in another form than they are loaded in")
+            found.append("its DeepGEMM repacks float8 scales after they are loaded")
     backend = get_moe_runner_backend().value
     if backend not in _RAW_BACKENDS and any(name.endswith("w13_weight") for name, _ in model.named_parameters()):
         found.append(f"its MoE runner {backend} rearranges expert weights; give it --moe-runner-backend triton")

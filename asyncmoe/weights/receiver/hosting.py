@@ -1,4 +1,4 @@
-"""Where ranks meet: in a file on one machine, at an address over several.
+"""Where ranks meet: in a file if all are on one machine, otherwise at an address.
 
 The file is for torch's `FileStore`, in a folder that only this user may enter. The address is for torch's `TCPStore`, which has no
 authentication. Unlike an address, a file does not show when its host ends. So the host locks a file beside it, and the kernel releases the
@@ -37,7 +37,7 @@ class MeetingFile:
             self._lock = (folder / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = folder / _STORE
-        # The file stays at interpreter exit, when threads that notice its deletion could no longer end in order.
+        # Keep the file at interpreter exit: threads that then noticed its deletion could no longer end in order.
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True).atexit = False
 
 

@@ -73,7 +73,7 @@ class AdapterMemory:
     """The same as `Weights` for a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
-    which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.
+    which slot it uses. The adapter is pinned, so SGLang never refills a slot with the adapter's initial values.
 
     On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and no tensor views it. On another
     device a captured graph may hold the tensor's address, so the values are copied into it.
@@ -183,6 +183,6 @@ def _refresh(model: torch.nn.Module) -> None:
 
 
 def _viewed(model: torch.nn.Module) -> set[int]:
-    """Return the storages of all tensors that modules have besides their parameters, as data pointers."""
+    """Return data pointers to the storages of all tensors that modules have besides their parameters."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in (*held, *model.buffers()) if tensor.device.type != "meta"}

@@ -174,8 +174,8 @@ class Receiver:
         return plan
 
     def _wanted(self, terms: Terms, plan: Plan) -> tuple[int, int]:
-        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: for message buffers, unless messages stay in the
-        senders' memory, and for staging a whole version. Messages may be smaller than buckets."""
+        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: for message buffers (0 if messages stay in the
+        senders' memory), and for staging a whole version. Messages may be smaller than buckets."""
         room = sum(storage.nbytes for storage in plan.destinations[self._join.rank].values())
         reads_sender = TRANSPORTS[terms.transport].reads_sender
         return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
@@ -188,7 +188,7 @@ class Receiver:
                     header = store.get(protocol.header(self._number), _IDLE_S)
                 except WaitTimeout:
                     continue
-                # Otherwise this process was suspended, and no rank waits for the older update any more.
+                # If a later header exists, this process was suspended, and no rank waits for the older update any more.
                 if not header.failure and not store.has(protocol.header(self._number + 1)):
                     self._drop()
                     if header.epoch != epoch:

@@ -1,4 +1,4 @@
-"""Publish a weight version through a directory that trainer and engines share: works with any engine, without any other path.
+"""Publish a weight version through a directory that trainer and engines share: works with any engine, and weights need no other connection.
 
 While the engines generate, rank 0 gathers the version and writes it as a checkpoint in Hugging Face's layout. Then the controller has every
 engine pause, load it with SGLang's own loader, and resume. The previous version stays until all engines serve the new one.

@@ -26,13 +26,13 @@ from asyncmoe.weights.sender.sources import WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
 HashedPart = tuple[int, RankLayout]
-"""A rank of an engine, from 0, and the layout of those of its parameters that this trainer rank hashes."""
+"""The number of an engine's rank, from 0, and the layout of the parameters there that this trainer rank hashes."""
 
 
 class ExpectedChecksums:
     """Hashes the weights of every version that must be verified. Every rank creates its own object.
 
-    Adapters are not verified, because SGLang has no checksums for their memory; nor are engines that quantise what they load.
+    Adapters are not verified, because SGLang has no checksums for their memory; nor are engines that quantise weights as they load them.
     """
 
     def __init__(self, config: Config, model: TrainedModel) -> None:
@@ -128,7 +128,7 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
 
     Args:
         engine: the layouts of an engine's ranks.
-        bucket_bytes: largest share, unless it is a single parameter with its scales, if any.
+        bucket_bytes: maximum size of a share, unless the share is a single parameter with its scales, if any.
     """
     groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
     of_rank = [layout.pieces_by_storage for layout in engine]

@@ -28,7 +28,7 @@ def write_hf(built: TrainedModel, origin: Path, out: Path, gatherer: Gatherer) -
     """Write the current weights as safetensors shards with an index, and copy the tokenizer from `origin`. Collective over all ranks.
 
     Args:
-        out: the checkpoint's directory, either complete or absent.
+        out: the checkpoint's directory, which appears only once it is complete.
         gatherer: gathers the weights; quantised ones are written in float8, as in the original checkpoint.
     """
     writing = unfinished(out)

@@ -32,7 +32,7 @@ _GROUP = "asyncmoe_weights"
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
-"""Seconds that ranks wait for rank 0 beyond its own wait for them, so that all of them receive its reason for a failure."""
+"""Seconds that ranks wait for rank 0 longer than it waits for them, so that all of them receive its reason for a failure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,8 @@ class TrainerRanks:
 
         Args:
             roster: used on rank 0 only.
-            probe: if the set seems the same, wait until each engine has generated or is fenced; only heartbeats reveal a lost machine.
+            probe: if the set seems the same, wait until each engine has generated or is fenced, because a lost machine is noticed only by
+                its missing heartbeats.
 
         Raises:
             WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
@@ -260,7 +261,8 @@ class TrainerRanks:
 
 
 def _together(engines: Engines) -> bool:
-    """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
+    """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to the number of trainer ranks
+    here."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
 

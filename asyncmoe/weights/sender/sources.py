@@ -36,7 +36,7 @@ class WeightSources:
             self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
 
     def refresh(self) -> None:
-        """Update copies and scales from the current weights. Only while nothing is being sent."""
+        """Update copies and scales from the current weights. Call it only while nothing is being sent."""
         for name, tensor in self._copied.items():
             self.tensors[name].copy_(tensor)
         if self._scaler is not None:
@@ -62,7 +62,7 @@ class AdapterSources:
         self._scaled = [value for name, value in self.tensors.items() if name.endswith("_b")]
 
     def refresh(self) -> None:
-        """Copy the current halves. Only while nothing is being sent."""
+        """Copy the current halves. Call it only while nothing is being sent."""
         torch._foreach_copy_(list(self.tensors.values()), [value for _, value in self._live])
         if self._scale != 1:
             torch._foreach_mul_(self._scaled, self._scale)

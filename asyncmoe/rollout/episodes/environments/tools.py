@@ -4,8 +4,9 @@ After a response with tool calls, the policy sees the tools' answers and continu
 configured scorer then scores. Tool answers are given, not sampled, so they are not trained on. No engine waits for a tool: while a tool
 works, the episode has no request in flight.
 
-A mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. So is a call that takes
-too long, prints too much or is killed, and at a limit of the episode its last response is scored, unless `on_failure` is "reject". A tool
+A mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. A call that takes too
+long, prints too much or is killed is an observation, too, and an episode that reaches a limit gets its last response scored, unless
+`on_failure` is "reject". A tool
 that fails by itself always ends the episode with that reason.
 """
 

@@ -5,8 +5,8 @@ sampled tokens of that conversation stay as they are, and only the text after th
 conversation if
 - its messages begin with the conversation's messages, including the answers exactly as returned; and
 - the chat template renders its messages and tools to text that begins with the conversation's rendered text, including the last answer.
-  With a template that rewrites history (strips white space, drops thoughts), this fails and the tokens of that answer cannot be reused;
-  those of earlier answers may be.
+  If a template rewrites history (strips white space, drops thoughts), this fails: the tokens of the last answer cannot be reused; those
+  of earlier answers may be.
 
 An answer is rendered as its sampled text, calls included. Templates that require structured calls before results of tools (Mistral's)
 refuse this; then only the text they write after such an answer is used.
@@ -76,7 +76,7 @@ def begin(asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent:
     """Render and tokenize the first request of a conversation.
 
     Raises:
-        DataError: the template refuses the messages, or leaves some of them out; so do the functions below.
+        DataError: the template refuses the messages, or leaves some of them out. The functions below raise the same.
     """
     tokenizer.check(asked.rendered)
     text = tokenizer.render(asked.rendered, asked.tools, variables=asked.variables)

@@ -67,7 +67,7 @@ class _Call(threading.Thread):
     async def ended(self) -> object:
         """Return the function's result, or raise its exception; RuntimeError in place of one that is not an Exception.
 
-        If this is cancelled, so is the coroutine; a plain function cannot be, and runs to its end.
+        If this is cancelled, so is the coroutine; a plain function cannot be cancelled, and runs to its end.
         """
         self.start()
         try:
@@ -84,7 +84,7 @@ class _Call(threading.Thread):
         try:
             self._result.set_result(asyncio.run(self._awaited()) if self._awaits else self._ask())
         except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
-            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # asyncio's futures refuse it
+            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # asyncio's futures refuse StopIteration
             self._result.set_exception(error if passes else RuntimeError(plugins.told(error)))
 
     async def _awaited(self) -> object:

@@ -46,7 +46,7 @@ class Fields:
             self.overridden.append(name)
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
-        """Take out a parameter, which must be of a kind."""
+        """Take out a parameter, which must be of type `kind`."""
         if name not in self._left:
             return default
         value = self._left.pop(name)

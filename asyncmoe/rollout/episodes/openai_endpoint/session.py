@@ -25,7 +25,7 @@ from asyncmoe.rollout.episodes.tools.calls import CLOSE, HERMES, OPEN, Call, fin
 
 CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 _NAME = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
-"""A model's name that names an agent; it becomes a header. Any other means `MODEL`."""
+"""A `model` that can name an agent, and so become a header. Any other means `MODEL`."""
 
 
 @dataclass(eq=False)
@@ -55,15 +55,15 @@ class _Line:
 class Session:
     """The requests of one episode.
 
-    A request's `model` names its agent. Among the conversations of that name, it continues the longest that it begins with: at the end of a
-    path it extends the path; elsewhere, or while another request extends that path, it forks a new one, "policy/2" and so on. A request
-    that repeats the first request's messages but no answer becomes a path of the same tree that shares no response; any other request
-    begins another agent, also with the next number. The episode limits agents, paths and their length (`environment.max_agents`,
+    A request's `model` names its agent. Among the conversations of that name, the request continues the longest that it begins with: at the
+    end of a path it extends the path; elsewhere, or while another request extends that path, it forks a new one, "policy/2" and so on. A
+    request that repeats the first request's messages but no answer becomes a path of the same tree that shares no response; any other
+    request begins another agent, also with the next number. The episode limits agents, paths and their length (`environment.max_agents`,
     `max_paths`, `max_turns`, `max_tokens`). A cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
         key: its API key.
-        apis: the APIs it serves, by the last parts of their paths.
+        apis: the APIs it serves, by the last parts of their URL paths.
     """
 
     def __init__(self, episode: Episode, style: str = HERMES) -> None:
@@ -76,7 +76,7 @@ class Session:
 
     def parse(self, api: Api, body: bytes) -> tuple[CompletionRequest, Sequence[str]]:
         """Parse a request; also return the names of overridden parameters, including those that the chat template leaves out. A response
-        cannot end with its first call if only an engine can read calls, because it reads them after the response.
+        cannot end with its first call if only an engine can read calls, because the engine reads them afterwards.
 
         Raises:
             RequestRefused: as `Api.parse`, or the chat template has no such variable.
@@ -141,7 +141,7 @@ class Session:
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
-            # No retry can make room; clients retry a 503, even those that ignore x-should-retry.
+            # Clients retry a 503, even those that ignore x-should-retry, but no retry can make room.
             raise RequestRefused(400 if rejected.reason == TOO_LONG else 503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
             raise _unrendered(error) from error

@@ -6,8 +6,8 @@ Two styles:
 - `brackets`: `[calculator: 12+7]`, or `[12+7]` for the first tool. For models so small that every token counts. An argument cannot contain
   "]" or a newline; ordinary text in brackets is read as a call.
 
-Text within a thought is not a call, in these styles and in those that an engine reads. An unclosed thought ends with the response; it
-begins before the response if the prompt ends with its opening, as some chat templates write it.
+Text within a thought is not a call, in these styles and in those that an engine reads. An unclosed thought ends with the response; a
+thought begins before the response if the prompt ends with its opening, as with some chat templates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Call:
 
     Attributes:
         name: name of the tool, or None for the first tool. The caller checks that the tool exists.
-        arguments: the arguments as JSON text; in brackets, as written.
+        arguments: the arguments as JSON text; in style `brackets`, as written.
         wrong: why text that looks like a call is not one, for the model; "" if it is.
         start, end: range of its characters in the response, if `find` found it.
     """
@@ -87,7 +87,7 @@ def find(text: str, style: str, opening: str = "") -> tuple[Call, ...]:
 
 
 def opening(given: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the opening of the thought that a response begins in, because the tokens given before it end with one; else ""."""
+    """Return the opening of a thought with which the given tokens end, so that the response begins inside the thought; else ""."""
     opened = re.search(rf"({_THINK})\s*\Z", tokenizer.decode_all(given[-16:]))  # more tokens than any opening has
     return opened[1] if opened is not None else ""
 

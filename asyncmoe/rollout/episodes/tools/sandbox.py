@@ -36,7 +36,7 @@ DIRECTORY = "/sandbox"
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 _SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 PROCESSES = 16
-"""Processes and threads of a program: the memory limit applies to each process."""
+"""Maximum processes and threads of a program, because the memory limit applies to each process."""
 FIRST_VICTIM = "1000"
 """Value of oom_score_adj (proc(5)): a machine or job that runs out of memory kills a program before anything else."""
 NOBODY = "65534"

@@ -1,4 +1,4 @@
-"""The errors of tools, the arguments of their calls, JSON of a model or a client, and the environment variables that keys of tools name."""
+"""The errors of tools, the arguments of their calls, JSON from a model or a client, and environment variables named by keys of tools."""
 
 from __future__ import annotations
 

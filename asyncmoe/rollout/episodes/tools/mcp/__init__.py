@@ -81,7 +81,7 @@ class McpTools:
                 self.runners[called] = Runner(called, tool.description or "", tool.input_schema, call, limits, begin=session)
 
     async def _session(self, name: str, make: Callable[[], McpSession]) -> McpSession:
-        """Return the running episode's session with a server, begun if there is none. Raises ToolError if it cannot begin."""
+        """Return the running episode's session with a server; begin one if there is none. Raises ToolError if it cannot begin."""
         if (episode := self._current.get()) is None:
             raise RuntimeError(f"{name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
         return await episode.session(name, make)
@@ -156,7 +156,7 @@ class _Episode:
         self._closed = False
 
     async def session(self, name: str, make: Callable[[], McpSession]) -> McpSession:
-        """Return the session with a server, begun if there is none. Raises ToolError if it could not begin."""
+        """Return the session with a server; begin one if there is none. Raises ToolError if it could not begin."""
         async with self._lock:
             if self._closed:
                 raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {name}")

@@ -26,7 +26,7 @@ from asyncmoe.surroundings import proxy_for
 
 log = logging.getLogger(__name__)
 MODES = ("legacy", "auto")
-"""How a session begins, the SDK's `Client.mode`: "legacy" calls `initialize`; "auto" is for servers that refuse that."""
+"""How a session begins, the SDK's `Client.mode`: "legacy" calls `initialize`; "auto" is for servers that refuse this call."""
 _LEAVE_S, _CLOSE_S = 10.0, 30.0
 _LAST_WORDS_S = 0.2
 _SHOWN = 400
@@ -55,7 +55,7 @@ class McpSession:
 
         Raises:
             ToolError: `CRASH`: not within `start_timeout_s`, or the server cannot be started or reached, ended, or answered something that
-                is not MCP; `ERROR`: it refuses. No second attempt is made.
+                is not MCP; `ERROR`: the server refuses. No second attempt is made.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")
@@ -116,7 +116,7 @@ class McpSession:
         except Exception as error:  # noqa: BLE001  whatever the SDK raises is the server's failure, passed to the waiters
             if not self._client.done():
                 self._client.set_exception(_leaf(error))
-                self._client.exception()  # retrieves it: nobody may be waiting any more
+                self._client.exception()  # retrieves the exception: nobody may be waiting any more
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
@@ -147,7 +147,7 @@ class McpSession:
             told = f"did not {what}: {error or type(error).__name__}"
             if late:
                 told = f"took longer than {self._section.start_timeout_s:g} s to {what}"
-            await asyncio.sleep(_LAST_WORDS_S)  # they arrive by another pipe
+            await asyncio.sleep(_LAST_WORDS_S)  # its last words arrive by another pipe
             if not self._stderr.closed:
                 self._stderr.seek(0)
                 told += "".join(f"; it said: {words}" for words in self._stderr.read().strip().splitlines()[-1:])

@@ -61,9 +61,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="For a run with train=lora: write only the adapter, in PEFT's format.")
     ] = False,
-    float8: Annotated[
-        bool, typer.Option("--float8", help="For a float8 model: write float8 weights, not the trainer's dtype.")
-    ] = False,
+    float8: Annotated[bool, typer.Option("--float8", help="For a float8 model: write float8 weights, not the trainer's dtype.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Dtype to write; default: the trainer's.")] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint (see `asyncmoe checkpoints RUN`); default: newest.")

@@ -7,7 +7,7 @@ from asyncmoe.reshard.exchange import Exchanger, exchange
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayout, Storage
 from asyncmoe.reshard.memory import digest
 from asyncmoe.reshard.moved import Moved
-from asyncmoe.reshard.plan import Plan, plan, plan_each
+from asyncmoe.reshard.plan import Plan, Transfer, plan, plan_each
 from asyncmoe.reshard.transport import LocalTransport, SharedTransport, Transport
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "RankLayout",
     "SharedTransport",
     "Storage",
+    "Transfer",
     "Transport",
     "buckets",
     "digest",

@@ -100,7 +100,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Metric("KL(engine || trainer), estimated, never negative: the effect of staleness and train-inference mismatch.", "nats a token"),
     ] = None
     train_infer_kl_direct: Annotated[
-        Amount, Metric("KL(engine || trainer), estimated as the mean log-probability difference: unbiased, may be negative.", "nats a token")
+        Amount,
+        Metric("KL(engine || trainer), estimated as the mean log-probability difference; unbiased, can be negative.", "nats a token"),
     ] = None
     routing_mismatch: Annotated[
         Mapping[int, float] | None,

@@ -53,7 +53,7 @@ class Demonstrations:
                 log.warning("%s; a later question takes the place of this demonstration", why)
             await asyncio.sleep(0)  # long texts are slow to encode: let the trainer's requests in between
         got, hint = f"{TRIES} questions that give none, the last of them {why}", "leave long rows out by task.filter"
-        raise DataError(f"demonstration {index} of the warm-up", got=got, expected="one that can be trained on", hint=hint)
+        raise DataError(f"demonstration {index} of the warm-up", got=got, expected="a question with a demonstration to train on", hint=hint)
 
     async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory] | TrajectoryRejected]:
         """Return the name of a question, for messages, and its demonstration, numbered `index`, or why there is none."""

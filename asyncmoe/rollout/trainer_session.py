@@ -79,7 +79,7 @@ class TrainerSession:
                 "this process is left over and must end"
             )
         if not isinstance(request, Hello) and self._served >= 0 and epoch != self._served:
-            raise ProtocolError(f"{name}: got it before any Hello of start {epoch} of the trainer, expected Hello first")
+            raise ProtocolError(f"{name}: start {epoch} of the trainer sent it before any Hello, expected Hello first")
 
     async def joined(self) -> BoundedQueue:
         """Return the queue once the first start is admitted."""

@@ -207,7 +207,7 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
             assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
 
             second = running.trainer(1)
-            with pytest.raises(ProtocolError, match="before any Hello of start 1 of the trainer"):
+            with pytest.raises(ProtocolError, match="start 1 of the trainer sent it before any Hello"):
                 await second.ask(Commit(4))
             assert (await second.hello(2)).version == 4
             assert not any(engine.paused or engine.updating for engine in running.engines)

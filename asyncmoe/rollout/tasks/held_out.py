@@ -25,7 +25,7 @@ def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: 
     """Divide the questions of a task's parts between training and evaluation; an endless part draws separate ones for both.
 
     Args:
-        held: number of questions to hold out; from each part, as many as the evaluation takes from it, drawn with the seed.
+        held: total number of questions to hold out; each part gives up as many as the evaluation asks from it, chosen with the seed.
         asked: identities of the evaluation's other questions, which training leaves out.
 
     Raises:

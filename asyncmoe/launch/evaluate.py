@@ -69,7 +69,6 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
         folder: for the engines' logs.
     """
     engines, asked = config.engines, config.evaluation
-    slots = asked.max_concurrent or engines.count * engines.max_running
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": folder}),
@@ -77,7 +76,7 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
             "train": "full",
             "trainer": TrainerSection(),
             "engines": engines.model_copy(update={"first_gpu": engines.first_gpu or 0, "share_gpus": False, "nodes": 1}),
-            "evaluation": asked.model_copy(update={"every": 1, "max_concurrent": slots}),
+            "evaluation": asked.model_copy(update={"every": 1, "max_concurrent": asked.max_concurrent or config.max_concurrent}),
             "sync": SyncSection(method="broadcast"),  # it needs no engine memory
         }
     )
@@ -106,7 +105,7 @@ async def _ask(config: Config, loaded: RolloutParts, memory: Sequence[Sequence[s
         for index, bounds in enumerate(memory):
             engines.append(backend.start(f"engine.{index}", config, index, memory=bounds))
         await together([engine.wait_ready() for engine in engines])
-        pool = Pool(engines, config.evaluation.max_concurrent or 1, config.rollout.request_timeout_s, lambda *_: None)
+        pool = Pool(engines, config.max_concurrent, config.rollout.request_timeout_s, lambda *_: None)
         alive = Liveness(pool, config.engines.hang_timeout_s, lambda _: False)
         watching += map(asyncio.create_task, (pool.watch(), alive.run()))
         evaluator = Evaluator(config, worker_of(config, loaded, pool, NOTHING, 1), loaded.sets, found.append)

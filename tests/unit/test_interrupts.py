@@ -102,6 +102,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_first_step_of_a_run_stops_it() -> None:
     assert ended(AT_ONCE).stdout == "stopped\n"
 

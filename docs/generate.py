@@ -52,31 +52,30 @@ asyncmoe simulate my-plant.yaml
 asyncmoe simulate my-plant.yaml engines.count=96 trainer.gpus=32 --sweep
 ```
 
-First measure on a few GPUs: `asyncmoe bench step CONFIG --json FILE`. With `--measured FILE`, `engines.step_s` and `trainer.step_s` follow
-from its speeds, scaled by the number of GPUs, and so do response lengths, unless the plant has a `workload`. For the best figures also
-measure the step time of an engine at a second batch size, for `engines.step_batch`. `asyncmoe plan` estimates the weight sync
-(`sync.seconds`), and with `--nodes` prints a simulation of its split.
+First measure speeds on a few GPUs with `asyncmoe bench step CONFIG --json FILE`. With `--measured FILE`, `asyncmoe simulate` derives
+`engines.step_s` and `trainer.step_s` from these speeds, scaled by the number of GPUs, and also the response lengths, unless the plant has a
+`workload`. `asyncmoe plan` estimates the weight sync (`sync.seconds`); with `--nodes` it also prints the command that simulates its split.
 
-Or take the lengths from a run: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its
-training, sync and pause are in its report.
+Response lengths can also come from a run: `workload=RUN_DIR` draws them from the groups that the run kept (`telemetry.samples`). The run's
+report has the seconds of training, sync and pause.
 
 ```
 asyncmoe simulate my-plant.yaml workload=runs/mine engines.count=96
 ```
 
-The model is simple: step times do not grow with context length, prefill takes no time unless `engines.prefill_s` is set, requests are
-served in order of arrival, engines pause for a new version (even if a run has `rollout.interruption: drain`), and nothing fails. So
-measure with contexts of the usual length, and set `engines.max_running` to the number of requests whose keys and values fit into memory.
+The simulation is simple: step times do not grow with context length, prefill takes no time unless `engines.prefill_s` is set, requests are
+served in order of arrival, engines pause for a new version (even if a run has `rollout.interruption: drain`), and nothing fails. So measure
+with contexts of the usual length, and set `engines.max_running` to the number of requests whose keys and values fit into memory.
 
-The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
-corresponding number of generating GPUs (`asyncmoe/simulate/laws.py` derives both). A caution is printed where an assumption of the theory
-does not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. The last row is the share of
-started responses that were dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
-`max_staleness` 1, 2, 4, 8 and the plant's; the plant's own split is always tried, and others give the trainer multiples of
-`trainer.least_gpus`. `--json FILE` writes the figures.
+The output compares the modes async, one_step_off and sync on the plant. It also has the largest speed-up that stragglers allow in theory,
+and the number of generating GPUs that reaches it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the
+theory does not hold: a batch does not fill the engines' slots, or responses last longer than `max_staleness` steps. The last row is the
+share of started responses that were dropped. `--sweep` tries the plant's split of the GPUs between engines and trainer, and other splits
+that give the trainer multiples of `trainer.least_gpus`, each with `max_staleness` 1, 2, 4, 8 and the plant's value. `--json FILE` writes
+the figures.
 
 The command line can override any key. All wrong keys and values are refused at once, each with its line in the file. Keys that are left out
-have their defaults; without a file, all do.
+have their defaults; without a file, all keys do.
 """
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
 

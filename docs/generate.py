@@ -1,7 +1,7 @@
 """Write docs/config.md and docs/simulate.md from the schemas of a run and of a plant. `make docs` runs this script.
 
-The tables depend on `asyncmoe.config.Config` and `asyncmoe.simulate.plant.Plant` alone: sections and keys in schema order, types and bounds
-in words, defaults, and the descriptions of the keys. tests/unit/test_docs.py compares the pages with the files.
+The tables depend on `asyncmoe.config.Config` and `asyncmoe.simulate.plant.Plant` alone. tests/unit/test_docs.py checks that both pages are
+current.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HEAD = """\
 One YAML file describes a run, and every process of the run reads the same file. The command line can override any key with its path and a
 YAML value: `asyncmoe run examples/demo.yaml run.steps=20 queue.staleness.max_staleness=2`.
 
-Unknown keys, wrong types, values out of bounds and combinations that cannot work are refused before anything starts, in one line that names
-the key, the value given and the value expected. Sizes that must divide the model (`trainer.tp`, `engines.ep` ...) are checked against its
-`config.json`. The resolved values of a run, defaults included, are in `config.yaml` in its directory.
+Unknown keys, wrong types, values out of bounds and combinations that cannot work are refused before anything starts. For each, a line names
+the key, the value given and the value expected. Parallel sizes (`trainer.tp`, `engines.ep` ...) are checked against the model's
+`config.json`. The values that a run uses, defaults included, are in `config.yaml` in the run's directory.
 
 `null` means unset. A section marked *optional* is absent unless the file has it. Words such as staleness, version, lease and bucket are
 explained in the [glossary](glossary.md).

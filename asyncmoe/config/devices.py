@@ -32,7 +32,7 @@ class Wanted:
         tp: GPUs of each engine or part.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
-        parted: these are parts of engines over several machines.
+        parted: `engines` counts parts of engines over several machines.
     """
 
     ranks: int
@@ -85,7 +85,7 @@ def first_gpu(config: Config, several: bool) -> int:
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
-    """The GPUs wanted on the run's machine; with `several`, those wanted on a trainer machine, and on an engine machine."""
+    """The GPUs wanted on the run's machine; with `several`, on a trainer machine and on an engine machine."""
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
@@ -97,7 +97,7 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
 
 
 def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
-    """The first GPU of one node of an engine. On one machine the GPUs of its nodes are adjacent; on several, each node uses the `index`-th
+    """The first GPU of one node of an engine. If all nodes are on one machine, their GPUs are adjacent; otherwise each uses the `index`-th
     share of its machine's GPUs.
 
     Args:
@@ -108,7 +108,7 @@ def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
 
 
 def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
-    """The GPUs of every process on a machine that has `gpus` of them.
+    """The GPUs of every process on a machine with `gpus` GPUs.
 
     Args:
         hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run, for messages.

@@ -26,7 +26,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         idle: nothing will be started, so removed keys (`asyncmoe.config.gone`) are ignored.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
+        ConfigError: the file is missing or not YAML, or a key, type or value is refused; the message has a line for each.
     """
     values, lines = ({}, {}) if path is None else read(path)
     for override in overrides:
@@ -70,7 +70,7 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
     """Validate plain values.
 
     Raises:
-        ConfigError: names every invalid value with the path of its key, a line each.
+        ConfigError: names every invalid value and the path of its key, a line each.
     """
     return _validated(Config, values, Source(source))
 
@@ -79,7 +79,7 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
     """Validate plain values that a user's own code gives for the section `key`.
 
     Raises:
-        ConfigError: names every invalid value with the path of its key, a line each.
+        ConfigError: names every invalid value and the path of its key, a line each.
     """
     try:
         return schema.model_validate(values)
@@ -90,8 +90,8 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
 
 
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
-    """Validate values. Rules between keys apply only to values that are valid by themselves, so refused keys are taken out, and the rest is
-    validated again. Raises ConfigError with a line for each of `refused` and each error of the schema."""
+    """Validate values. Rules between keys apply only to values that are valid by themselves, so the rest is validated again without the
+    refused keys. Raises ConfigError with a line for each of `refused` and each error of the schema."""
     faults, found, cut = Faults(*refused), None, set[str]()
     rest: dict[str, Any] | None = values
     while rest is not None and found is None:

@@ -37,7 +37,7 @@ class LoraSection(Section):
 
     start: Path | None = None
     """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without the
-    adapter. null: new adapters, which change nothing yet."""
+    adapter. null: new adapters, which change nothing at first."""
 
     @field_validator("targets")
     @classmethod

@@ -27,8 +27,8 @@ Band = tuple[NonNegativeFloat, PositiveFloat]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
 PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages that are in standard deviations for every response, as normalised step rewards are. Those of dr_grpo, rloo and opo are in
-units of the reward; pass_at_k gives 0 to all but the best response."""
+"""Advantages in units of a standard deviation, as normalised step rewards are. Those of dr_grpo, rloo and opo are in units of the reward;
+pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
 Weight = Literal["token", "sequence", "none"]
@@ -39,15 +39,15 @@ _SURROGATE = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")
 class CorrectionSection(Section):
     """Correction for tokens sampled by another policy than the one in training: importance weights and rejection rules.
 
-    The ratio is the probability under objective.proximal's policy divided by the engine's; if objective.proximal is behaviour, the
-    probability under the trainer's policy divided by the engine's.
+    The ratio in these keys is the token's probability under objective.proximal's policy (if that is behaviour, under the trainer's) divided
+    by its probability in the engine.
     """
 
     weight: Annotated[str, NameOrPlugin(get_args(Weight))] = "token"
     """Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), 1 (none), or the result of your own
     function (docs/guides/objective.md)."""
     weight_options: dict[str, Any] | None = None
-    """Keyword arguments of your own weight."""
+    """Keyword arguments of your own function."""
     cap: PositiveFloat | None = 2.0
     """Truncated importance sampling: use min(weight, cap); null: no cap."""
     token_band: Band | None = None
@@ -93,8 +93,8 @@ class ProcessSection(Section):
     """Process rewards: rewards of single steps, added to the reward of the whole response."""
 
     weight: NonNegativeFloat = 0.0
-    """Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group. A token's advantage gains
-    weight times the sum of the normalised rewards of its own step and all later steps."""
+    """Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group. The normalised rewards of a
+    token's own step and all later steps are summed, multiplied by weight, and added to the token's advantage."""
 
 
 class DistillSection(Section):
@@ -111,41 +111,43 @@ class ObjectiveSection(Section):
 
     advantage: Annotated[str, NameOrPlugin(get_args(Advantage))] = "grpo"
     """Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same without division;
-    rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: for the best of a group
-    its lead over the second best, 0 for the others; reinforce_plus_plus: reward normalised over the batch's tokens;
-    reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal
-    rewards the same small advantage; gdpo: grpo's advantage of each metric beside the reward, summed, then normalised over the batch; or
-    your own function (docs/guides/objective.md)."""
+    rloo: reward minus the mean of the other responses; opo: reward minus the group's mean weighted by length; pass_at_k: for a group's best
+    response its lead over the second best, divided by the group's deviation, and 0 for the others; reinforce_plus_plus: reward normalised
+    over the batch's tokens; reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which
+    gives every group of equal rewards the same small advantage; gdpo: grpo's advantage of each metric beside the reward, then their sum
+    normalised over the batch; or your own function (docs/guides/objective.md)."""
     advantage_options: dict[str, Any] | None = None
-    """Keyword arguments of your own advantage. For gdpo: weights, a mapping from names of metrics to numbers; null: the weight of each
-    metric is 1."""
+    """Keyword arguments of your own function. For gdpo: weights, a mapping from names of metrics to numbers; null: each metric has weight
+    1."""
     loss: Annotated[str, NameOrPlugin(("surrogate",))] = "surrogate"
-    """Loss of a token. surrogate: minus its advantage times its clipped ratio, which ratio and clip define; or your own function, which
-    replaces ratio, clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
+    """Loss of a token. surrogate: minus the token's advantage times its clipped ratio, as the keys ratio and clip define it; or your own
+    function, which replaces ratio, clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
     loss_options: dict[str, Any] | None = None
-    """Keyword arguments of your own loss."""
+    """Keyword arguments of your own function."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio that is clipped. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."""
+    """The ratio that is clipped, of the current policy to the policy of proximal. token: each token's own; sequence: the geometric mean
+    over the sequence (GSPO)."""
     clip: Clip = "ppo"
     """ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the token's probability
-    has moved by more than clip_low or clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE weighted by the ratio."""
+    has fallen by more than clip_low or risen by more than clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE weighted
+    by the ratio."""
     clip_low: PositiveFloat = 0.2
-    """Lower bound of the ratio: 1 - clip_low; 1 or more: no lower bound."""
+    """Lower bound of the ratio: 1 - clip_low; no bound if clip_low is at least 1."""
     clip_high: PositiveFloat = 0.2
     """Upper bound of the ratio: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1), FINITE, NUMBER] | None = None
-    """ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none."""
+    """With clip ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: no bound."""
     proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     """Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra forward pass if
-    updates_per_batch is above 1; loglinear: that policy, approximated by interpolation with each token's version, without a pass;
-    behaviour: the engine's policy."""
+    updates_per_batch is above 1; loglinear: the same policy, interpolated between engine and trainer by each token's version, without an
+    extra pass; behaviour: the engine's policy."""
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()
     distill: DistillSection = DistillSection()
     aggregation: Aggregation = "token_mean"
-    """Averaging of the loss. token_mean: all tokens weigh the same; sequence_mean: all sequences; prompt_mean: all prompts; sequence_sum:
-    each token weighs 1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO."""
+    """Averaging of the loss. token_mean: all tokens weigh the same; sequence_mean: all sequences do; prompt_mean: all prompts do;
+    sequence_sum: each token weighs 1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO."""
     updates_per_batch: Positive = 1
     """Optimizer steps per batch; must divide rollout.groups_per_step."""
 

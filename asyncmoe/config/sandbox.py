@@ -11,12 +11,12 @@ class SandboxSection(Section):
     """Where the programs of the tool python run: on this machine in bubblewrap, in containers of an image, or on a server of your own."""
 
     image: str | None = None
-    """An image with python3 (3.9 or newer) and the program timeout, for containers of docker or, if there is none, podman. It must be on
-    the machine: nothing is pulled during a run."""
+    """Container image with python3 (3.9 or newer) and the command `timeout`, run by docker or, if it is missing, podman. It must be on the
+    machine: nothing is pulled during a run."""
     url: str | None = None
-    """Address of a server to which programs are posted; null: bubblewrap, or the image."""
+    """Address of a server to which programs are posted; null: programs run in bubblewrap or the image."""
     token_env: str | None = None
-    """With url: variable of the rollout worker's environment with a bearer token."""
+    """With url: environment variable of the rollout worker that holds a bearer token."""
 
     @model_validator(mode="after")
     def _check(self) -> SandboxSection:

@@ -1,4 +1,4 @@
-"""The whole configuration, its checks across sections, and the values that follow from several of them."""
+"""The whole configuration, its checks across sections, and values that follow from several sections."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Config:
-        """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
+        """Refuse what shared GPUs rule out: NCCL (it refuses two ranks on one GPU) and several machines."""
         if not self.engines.share_gpus:
             return self
         because = "because engines.share_gpus is true"
@@ -194,14 +194,14 @@ class Config(Section):
 
     @property
     def survives_controller(self) -> bool:
-        """True if a lost controller can be restarted, with the trainer, while engines wait for it. The new controller must find in the log
-        what was sampled and trained, and it must know whether an engine holds a whole version."""
+        """True if a lost controller can be restarted, with the trainer, while engines wait for it. The log tells the new controller what
+        was sampled and trained, and each engine reports whether it holds a whole version."""
         return self.sync.method == "reshard" and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:
-        """True if the run survives losing all engines at once: the trainer sends its weights once more to the restarted engines. The
-        trainer has the last version's weights only if every step publishes a version."""
+        """True if the run survives losing all engines at once: the trainer sends its weights once more. It has the last version's weights
+        only if every step publishes a version."""
         return self.engines.restarts > 0 and self.sync.method == "reshard" and self.sync.every == 1
 
     @property
@@ -239,7 +239,7 @@ class Config(Section):
 
     @property
     def digest_without_layout(self) -> str:
-        """As `digest`, without the keys of `LAYOUT`: a run with another layout can load the checkpoints."""
+        """As `digest`, without the keys of `LAYOUT`, because a run with another layout can load the checkpoints."""
         values = self._shared()
         for section, keys in LAYOUT.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}

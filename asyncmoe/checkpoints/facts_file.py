@@ -22,7 +22,7 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         DataError: the facts file is missing or malformed.
         UserError: this process cannot read it.
     """
-    path, expected = checkpoint / FACTS, "the facts of a checkpoint, a mapping with the key step"
+    path, expected = checkpoint / FACTS, "a checkpoint's facts: a JSON object with an integer step"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -74,5 +74,5 @@ def export(
     from asyncmoe.launch import export as launcher
 
     if adapter and float8:
-        raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
+        raise UserError("asyncmoe export", got="--adapter and --float8", expected="only one of the two; an adapter is never in float8")
     launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step, dtype=dtype)

@@ -86,9 +86,9 @@ def plan(
         found = plan_command.of_run(config, overrides or (), model, gpu_gb, nic, console)
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
-        raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
+        raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no KEY=VALUE, which only --config uses")
     elif nodes == 1:
-        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml")
+        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node with --config examples/one-node/qwen3-30b-a3b.yaml")
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
         found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)

@@ -149,7 +149,7 @@ def show(
     from asyncmoe.telemetry.samples import command
 
     if worst and best:
-        raise UserError("asyncmoe show", got="--worst and --best", expected="one of them")
+        raise UserError("asyncmoe show", got="--worst and --best", expected="only one of the two")
     wanted = command.SampleQuery(step, group, version, outcome, "worst" if worst else "best" if best else "newest", limit)
     command.show(run_dir, wanted, as_json, colour, tokens)
 

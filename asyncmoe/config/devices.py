@@ -117,21 +117,21 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
     """
     limited = f" (CUDA_VISIBLE_DEVICES hides {hidden} more)" if hidden else ""
-    more = "name more of them in CUDA_VISIBLE_DEVICES, or " if hidden else ""
+    more = "name more GPUs in CUDA_VISIBLE_DEVICES, or " if hidden else ""
     if asked.ranks > gpus:
         raise ConfigError(
             "trainer.ranks",
             got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            hint=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
+            hint=f"{more}lower trainer.ranks with tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
         )
     devices = asked.devices
     if devices.shared and not asked.share:
         raise ConfigError(
             "engines.first_gpu",
-            got=f"{asked.first}: an engine and the trainer on {named(devices.shared)}",
-            expected=f"at least {asked.ranks}, after the trainer's",
-            hint="leave it out, or share them on purpose with engines.share_gpus=true",
+            got=f"{asked.first}, which puts an engine and the trainer on {named(devices.shared)}",
+            expected=f"at least {asked.ranks}, after the trainer's GPUs",
+            hint="leave it out, or share GPUs on purpose with engines.share_gpus=true",
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
@@ -140,7 +140,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} x {each} {asked.tp} from GPU {asked.first} on",
+            expected=f"{end}, for {asked.engines} x {each} = {asked.tp} GPUs from GPU {asked.first} on",
             hint=more + ways,
         )
     return devices

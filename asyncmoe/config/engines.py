@@ -65,7 +65,7 @@ class EngineSection(Section):
         if self.tp % self.nodes:
             raise refused("engines.nodes", self.nodes, f"a divisor of engines.tp = {self.tp}")
         if self.nodes > 1 and self.share_gpus:
-            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set one of them only")
+            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set only one of the two")
         return self
 
     @property

@@ -91,11 +91,11 @@ class EnvironmentSection(Section):
             raise refused("environment.tools.mcp", "servers", f"none because environment.kind is {self.kind}", hint)
         if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
             expected = "no keys because only environment.kind tools with python in environment.tools.names uses them"
-            hint = "your own class passes the keys to WithTools(sandbox=...)"
+            hint = "a class of your own passes them to WithTools(sandbox=...)"
             raise refused("environment.sandbox", "keys", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":
             expected = "hermes or a parser of SGLang because environment.kind is openai, whose clients need calls with a name; leave it out"
             raise refused("environment.tools.style", "'brackets'", expected)
         if self.kind == "openai" and self.agent is None:
-            raise refused("environment.agent", "nothing", "package.module:function because environment.kind is openai; give the agent")
+            raise refused("environment.agent", "nothing", "package.module:function because environment.kind is openai; name your agent")
         return self

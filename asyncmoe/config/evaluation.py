@@ -96,11 +96,11 @@ class EvaluationSection(Section):
     @model_validator(mode="after")
     def _check(self) -> EvaluationSection:
         if self.sets and self.path is not None:
-            raise refused("evaluation.path", self.path, "null because there are evaluation.sets; make it one of them")
+            raise refused("evaluation.path", self.path, "null because there are evaluation.sets; make the path one of the sets")
         for name, one in self.sets.items():
             key = f"evaluation.sets.{name}"
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
                 raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
-                raise refused(f"{key}.path", "nothing", "the set's own source, which its other keys describe")
+                raise refused(f"{key}.path", "nothing", "a path, because where, filter, columns and options describe the set's own source")
         return self

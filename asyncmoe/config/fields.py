@@ -99,8 +99,8 @@ def wrong_address(url: str) -> tuple[str, str] | None:
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
         return None
-    got = "one with a user's name or password" if "@" in parts.netloc else repr(url)
-    return got, "http://... or https://... without a user's name or password; those are for token_env"
+    got = "an address with a user's name or password" if "@" in parts.netloc else repr(url)
+    return got, "http://... or https://... without a user's name or password; token_env is for a token"
 
 
 def said(value: object) -> str:
@@ -119,7 +119,7 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
         ValueError: there are options, but `target` is built in.
     """
     if options is not None and not plugins.is_name(target):
-        raise refused(key, options, f"null because {named} is {target}; leave them out, or name your own as {plugins.FORM}")
+        raise refused(key, options, f"null because {named} is {target}; leave them out, or name your own code as {plugins.FORM}")
 
 
 class Section(BaseModel):

@@ -60,7 +60,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except RecursionError as error:
         raise ConfigError(str(path), got=_TOO_DEEP, expected="valid YAML") from error
     except OSError as error:
-        raise ConfigError(str(path), got=error.strerror, expected="a YAML configuration that can be read") from error
+        raise ConfigError(str(path), got=error.strerror, expected="a readable YAML configuration") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
     return values, dict(_lines(node))
@@ -137,7 +137,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent} is not a section", expected="a section")
+            raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent}, which is no section", expected="a section")
     try:
         value = yaml.load(text, Loader=_Loader)
         values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # an incomplete module:name, not a mapping

@@ -36,11 +36,11 @@ class LogSection(Section):
     @model_validator(mode="after")
     def _check(self) -> LogSection:
         if self.redis is not None and self.folder is not None:
-            raise refused("log.folder", self.folder, "null with log.redis; leave one of them out")
+            raise refused("log.folder", self.folder, "null because log.redis is set; leave one of them out")
         if self.redis is not None and not _ADDRESS.fullmatch(self.redis):
             forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
             got = re.sub("//.*@|password=.*", "(hidden)", self.redis)  # `config.yaml` would show a password
-            raise refused("log.redis", got, f"{forms}, without a password, which is in ASYNCMOE_LOG_PASSWORD")
+            raise refused("log.redis", got, f"{forms}, without a password; set that in ASYNCMOE_LOG_PASSWORD")
         return self
 
     def place(self, run_dir: Path) -> Path:

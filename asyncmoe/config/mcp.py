@@ -42,12 +42,12 @@ class McpServer(Section):
     def _check(self) -> McpServer:
         if bool(self.command) == bool(self.url):
             got = "neither command nor url" if not self.url else "both command and url"
-            raise refused("command", got, "one of them: a program, or a server that runs")
+            raise refused("command", got, "one of them: a program to start, or a running server's address")
         if self.url is None and self.token_env is not None:
             raise refused("token_env", self.token_env, "null because a command has no bearer token; use env_from")
         if self.url is not None and (wrong := wrong_address(self.url)) is not None:
             raise refused("url", *wrong)
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
             if self.url is not None and value:
-                raise refused(key, "a value", "none because the server is a url; it belongs to a command")
+                raise refused(key, "a value", "none because url is set; only a command uses it")
         return self

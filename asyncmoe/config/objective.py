@@ -72,7 +72,7 @@ class CorrectionSection(Section):
         for name in ("token_band", "sequence_band", "geometric_band", "veto"):
             band: Band | None = getattr(self, name)
             if band is not None and not band[0] < 1 < band[1]:
-                expected = "one number below 1 and one above (equal policies have the ratio 1, and must not be rejected)"
+                expected = "one number below 1 and one above (the ratio of equal policies is 1)"
                 raise refused(f"objective.correction.{name}", list(band), expected)
         check_options("objective.correction.weight_options", self.weight_options, "objective.correction.weight", self.weight)
         return self
@@ -179,13 +179,13 @@ class ObjectiveSection(Section):
             expected = "none because objective.proximal is behaviour (the ratio to the engine would be applied twice)"
             raise refused("objective.correction.weight", weight, expected, "set it to none, or objective.proximal to recompute")
         if self.clip != "ppo" and self.dual_clip is not None:
-            expected = f"null because objective.clip is {self.clip} (it bounds PPO's surrogate); leave it out, or set objective.clip to ppo"
+            expected = f"null, as it bounds PPO's surrogate and objective.clip is {self.clip}; leave it out, or set objective.clip to ppo"
             raise refused("objective.dual_clip", self.dual_clip, expected)
         if self.ratio == "sequence" and self.clip in ("dppo_tv", "ipo"):
-            expected = f"token because objective.clip is {self.clip} (it compares tokens' probabilities)"
+            expected = f"token because objective.clip is {self.clip}, which compares tokens' probabilities"
             raise refused("objective.ratio", "sequence", expected, "leave it out, or set objective.clip to ppo")
         if self.process.weight and self.advantage not in PROCESS_ADVANTAGES and not is_name(self.advantage):
-            expected = f"0 because objective.advantage is {self.advantage} (step rewards are in deviations, its advantages are not)"
+            expected = f"0 because objective.advantage is {self.advantage} (only step rewards would then be divided by their deviation)"
             hint = f"set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"
             raise refused("objective.process.weight", f"{self.process.weight:g}", expected, hint)
         return self
@@ -196,5 +196,5 @@ def _check_weights(options: Mapping[str, Any] | None) -> None:
     weights = {"": 1.0} if options is None else options.get("weights")
     numbers = isinstance(weights, dict) and all(isinstance(one, int | float) and isfinite(one) for one in weights.values())
     if not weights or not numbers or (options or {}).keys() - {"weights"}:
-        expected = "null, or {weights: {NAME: number}} of some metrics because objective.advantage is gdpo"
+        expected = "null, or {weights: {METRIC: number}} because objective.advantage is gdpo"
         raise refused("objective.advantage_options", options, expected)

@@ -32,7 +32,7 @@ class StalenessSection(Section):
         above = f"a number above queue.staleness.max_staleness = {self.max_staleness}"
         for name, value, what in (("downweight", self.downweight, "a factor of at most 1"), ("drop_above", self.drop_above, above)):
             if self.rule == "downweight" and value is None:
-                raise refused(f"queue.staleness.{name}", "nothing", f"{what} because queue.staleness.rule is downweight; give both")
+                raise refused(f"queue.staleness.{name}", "nothing", f"{what} because queue.staleness.rule is downweight")
             if self.rule != "downweight" and value is not None:
                 expected = f"nothing because queue.staleness.rule is {self.rule}; leave it out, or set the rule to downweight"
                 raise refused(f"queue.staleness.{name}", value, expected)

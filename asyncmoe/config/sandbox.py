@@ -23,7 +23,7 @@ class SandboxSection(Section):
         if self.url is not None and (wrong := wrong_address(self.url)) is not None:
             raise refused("environment.sandbox.url", *wrong)
         if self.url is not None and self.image is not None:
-            raise refused("environment.sandbox.url", "a server, and an image", "one of them")
+            raise refused("environment.sandbox.url", "a url, beside environment.sandbox.image", "only one of the two")
         if self.url is None and self.token_env is not None:
             raise refused("environment.sandbox.token_env", f"{self.token_env!r}", "null because there is no environment.sandbox.url")
         return self

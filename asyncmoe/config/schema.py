@@ -86,7 +86,7 @@ class Config(Section):
             expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
             raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
         if self.sync.every > (most := self.queue.staleness.max_staleness + 1):
-            hint = "with fewer versions than batches the capacity law would never admit the next batch"
+            hint = "lower it, or raise max_staleness: otherwise the queue would never admit the next batch"
             raise refused("sync.every", self.sync.every, f"at most queue.staleness.max_staleness + 1 = {most}", hint)
         if self.queue_capacity < self.rollout.batch:
             expected = f"at least a step's batch of rollout.groups_per_step * rollout.group_size = {self.rollout.batch}"
@@ -95,13 +95,13 @@ class Config(Section):
             expected = f"at least rollout.workers = {self.rollout.workers}: each worker has a request in flight"
             raise refused("rollout.max_concurrent", self.max_concurrent, expected)
         if self.keeps_sampling_mask and self.rollout.top_k is None:
-            expected = "a number because sampling masks are kept (engines report only supports of bounded size)"
+            expected = "a number because sampling masks are kept (engines report bounded masks only)"
             raise refused("rollout.top_k", "null", expected, "set rollout.top_k, or keep.sampling_mask to off")
         if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
-            expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
+            expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger masks)"
             raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
         if self.trainer.ranks % self.cluster.trainer_nodes:
-            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has the same number"
+            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every trainer node runs equally many ranks"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
             raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
@@ -111,7 +111,7 @@ class Config(Section):
         if self.sync.method != "reshard" and self.train == "lora":
             raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
-            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
+            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change either key")
         return self
 
     @model_validator(mode="after")
@@ -125,7 +125,7 @@ class Config(Section):
                 continue
             key = f"evaluation.sets.{name}" if name else "evaluation"
             if one.path is None and self.task.sources and one.kind in (None, *READ):
-                raise refused(f"{key}.path", "nothing", "the set's path because the task has several sources")
+                raise refused(f"{key}.path", "nothing", "a path because the task has several sources")
             try:
                 one.task(self.task)
             except ValidationError as error:

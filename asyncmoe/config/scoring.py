@@ -85,7 +85,7 @@ class ScoringSection(Section):
             raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
         for key, call_s in (("timeout_s", self.timeout_s), ("teacher.timeout_s", self.teacher.timeout_s if self.teacher else 0.0)):
             if self.deadline_s < call_s:
-                expected = f"at least scoring.{key} = {call_s:g}, because it covers all calls and all waiting"
+                expected = f"at least scoring.{key} = {call_s:g}, because the deadline covers all calls and all waiting"
                 raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 

@@ -101,7 +101,7 @@ class TaskSection(SourceSection):
             key = "task.sources" if self.sources else "task.path"
             raise refused(key, "nothing", f"the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if math.isinf(sum(one.weight for one in self.sources)):
-            raise refused("task.sources", "weights whose sum is not finite", "smaller ones; only their ratios count")
+            raise refused("task.sources", "weights whose sum is not finite", "smaller weights; only their ratios count")
         if self.kind != "arithmetic":
             for name in ("operations", "difficulty"):
                 if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
@@ -114,7 +114,7 @@ class TaskSection(SourceSection):
                 got = value if isinstance(value, str | dict | bool | Path) else "a value"
                 raise refused(f"task.{name}", got, f"none because task.kind is {self.kind}; leave it out")
         if self.kind == "jsonl" and any(one.subset or one.split for one in self.mixture):
-            raise refused("task.kind", "jsonl", "dataset because a subset or a split is given; change it, or leave them out")
+            raise refused("task.kind", "jsonl", "dataset because a subset or a split is given; change the kind, or leave them out")
         if self.system_prompt is not None and not self.chats:
             expected = "null because task.chat_template is false; set that to true, or write the text into the questions"
             raise refused("task.system_prompt", f"{self.system_prompt!r}", expected)

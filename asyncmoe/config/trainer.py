@@ -203,7 +203,7 @@ class TrainerSection(Section):
             expected = f"tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce expert gradients over tp otherwise)"
             raise refused("trainer.etp", self.expert_tp, expected, "leave etp out or raise ep")
         if self.vpp > 1 and self.pp == 1:
-            raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; raise trainer.pp or leave it out")
+            raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; leave it out or raise trainer.pp")
         if self.precision == "fp8" and self.dtype == "float32":
             expected = "bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which fp8 needs"
             raise refused("trainer.dtype", "float32", expected)
@@ -218,19 +218,19 @@ class TrainerSection(Section):
         key, value = next((one for one in self.needs_gpu if ".memory." in one[0]), ("", ""))
         if key and self.optimizer.distributed is False:
             hint = f"with a GPU, leave it out; without a GPU, leave {key} out, which needs one"
-            raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} is set, which needs a sharded state", hint)
+            raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} needs a sharded optimizer", hint)
         if key and self.weights_dtype == "float32":
-            hint = "it needs a GPU: with one, set trainer.dtype=bfloat16; without one, leave it out"
+            hint = f"{key} needs a GPU: with one, set trainer.dtype=bfloat16; without one, leave {key} out"
             raise refused(key, value, f"{_default(key)} because trainer.dtype is float32", hint)
         if self.memory.optimizer_offload and self.memory.low_precision:
             expected = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
-            hint = "on a GPU, which both need, set one or the other"
+            hint = "set only one of these keys; each needs a GPU"
             raise refused("trainer.memory.optimizer_offload", f"{self.memory.optimizer_offload:g}", expected, hint)
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:
     """Return the refusal of a key on a machine without a GPU."""
-    return ConfigError(key, got=f"{value}, and there is no GPU", expected=_default(key), hint="leave it out, or run on a GPU")
+    return ConfigError(key, got=f"{value} on a machine without a GPU", expected=_default(key), hint="leave it out, or run on a GPU")
 
 
 def _default(key: str) -> str:

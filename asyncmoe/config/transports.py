@@ -87,7 +87,7 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
     """
     if gpu and shared and not together:
         hint = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
-        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", hint=hint)
+        raise ConfigError("engines.share_gpus", got="true", expected="false because the run spans several machines", hint=hint)
     name = resolved(wanted, gpu, together, shared)
     entry = TRANSPORTS[name]
     if gpu and shared and entry.unshared:

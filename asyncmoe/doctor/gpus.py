@@ -69,7 +69,7 @@ def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Fi
     if run is not None and (run.engine_dtype == "bfloat16" or not run.trainer_float32):
         needed = _BFLOAT16
     if old := [one for one in known if one[1] < needed]:
-        why = "bfloat16 needs (and CUDA 13 compiles for none before 7.5)" if needed == _BFLOAT16 else "CUDA 13 compiles for none before"
+        why = "bfloat16 needs (CUDA 13 alone needs 7.5)" if needed == _BFLOAT16 else "CUDA 13 needs"
         hint = "choose newer GPUs with CUDA_VISIBLE_DEVICES, or another machine"
         yield finding.error(_of_capability(old), hint, f"{needed[0]}.{needed[1]} or higher, as {why}")
     built = machine.trainer.extension.architectures if machine.trainer.extension is not None else ()

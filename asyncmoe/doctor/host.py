@@ -53,7 +53,7 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
         hint = "ulimit -l unlimited; as root: memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd"
-        return finding.error(f"NCCL cannot register memory with it: at most {size(limit)} can be locked", hint)
+        return finding.error(f"NCCL cannot register memory with the adapter: at most {size(limit)} can be locked", hint)
     told = ", ".join(f"{port} is {state}" for port, state in states.items())
     if set(states.values()) != {"ACTIVE"}:
         return finding.warning(told, "look at ibstat and the cables, or list in NCCL_IB_HCA the ports that are ACTIVE")

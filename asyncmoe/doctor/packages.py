@@ -53,7 +53,7 @@ def engine_python(machine: Machine) -> Finding:
         why = engine.unfinished or "torch is not installed"
         return finding.error(f"{engine.executable}: {why}", f"{install}, or set engines.python to a Python that has SGLang")
     if theirs.trouble is not None:
-        way = f"{install}; it was built with Python {machine.trainer.version}; a .pth file in site-packages may name the directory above it"
+        way = f"{install}; asyncmoe was built with Python {machine.trainer.version}; a .pth file may name its parent directory"
         return finding.error(f"asyncmoe, with which engines load weights, cannot be imported by {engine.executable}: {theirs.trouble}", way)
     if machine.nvidia.present and engine.torch.cuda is not None and not theirs.cuda:
         found = f"asyncmoe's extension as {engine.executable} loads it ({theirs.package}) is built without CUDA kernels"

@@ -19,5 +19,5 @@ def connect(name: str, url: str, key: str) -> Engine:
 def address_of(engine: Engine) -> tuple[str, str]:
     """Return URL and key of an engine, with which another process can `connect`."""
     if not isinstance(engine, SGLangClient):
-        raise InvariantBroken(f"got a client of type {type(engine).__name__}, expected one that `connect` made")
+        raise InvariantBroken(f"client of an engine: got a {type(engine).__name__}, expected what `connect` returns")
     return engine.url, engine.key

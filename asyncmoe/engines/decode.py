@@ -105,7 +105,7 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
         raise TrajectoryRejected("routes_malformed", str(error)) from error
     if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):
         got = f"{len(routes.layers)} layers with {routes.top_k} of {routes.experts} experts"
-        expected = f"{len(routing.layers)} with {routing.top_k} of {routing.experts}"
+        expected = f"{len(routing.layers)} layers with {routing.top_k} of {routing.experts}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: the engine packed routes of {got}, expected {expected}")
     if routes.rows != rows:
         raise TrajectoryRejected("length_mismatch", f"{key}: got packed routes of {routes.rows} tokens, expected {rows}")
@@ -118,9 +118,9 @@ def _plain(sent: Buffer, routing: Routing, rows: int, key: str) -> np.ndarray:
     if len(sent) == rows * row:
         return np.frombuffer(sent, "<i4").reshape(rows, routing.all_layers, routing.top_k)
     if rows and len(sent) % row and len(sent) % (4 * rows) == 0:
-        detail = f"{len(sent) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
+        detail = f"routes of {len(sent) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")
-    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row}")
+    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row} bytes")
 
 
 def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str) -> Masks:
@@ -149,7 +149,7 @@ def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int,
         raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(counts))}: the mask is empty")
     total = int(counts.sum())
     if total >= 1 << 31:
-        raise TrajectoryRejected("bad_mask", f"{key}: got {total} ids, expected fewer than 2^31")
+        raise TrajectoryRejected("bad_mask", f"{key}: got masks of {total} ids, expected fewer than 2^31")
     ids = lists.ids.astype(np.int64)
     rows = np.repeat(np.arange(len(lists)), counts)
     ids = ids[np.lexsort((ids, rows))]
@@ -158,7 +158,7 @@ def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int,
     for wrong, what in ((outside, f"outside the vocabulary of {vocabulary}"), (repeated, "repeated")):
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} is {what}")
+            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} of its mask is {what}")
     made = Masks(_offsets(counts, 0, 0), ids.astype(np.int32), vocabulary)
     missing = token_outside(made, response)
     if missing is not None:

@@ -177,7 +177,7 @@ class Seat:
             if (waited := time.monotonic() - begin) > limit_s:
                 await self.end("it waited too long for the other nodes")
                 absent = ", ".join(map(str, reply.missing))
-                words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
+                words = f"start asyncmoe engine --name {self._here.name} --node {absent} on its machine, or see its log"
                 raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not arrived; {words}", waited)
 
     async def follow(self) -> EngineNodes:

@@ -146,7 +146,7 @@ async def _stay_with(
             except AsyncmoeError as error:
                 if (why := engine.died) is None:
                     raise
-                raise ServerLost(f"{error}; it died meanwhile: {why}") from error
+                raise ServerLost(f"{error}; {engine.name} died meanwhile: {why}") from error
         assert isinstance(joined, EngineJoined)
         log.info("%s has joined", engine.name)
         asking = _orders(client, engine.name, config.cluster.heartbeat_timeout_s, joined.controller)
@@ -192,7 +192,7 @@ async def _leave(config: Config, name: str, client: AsyncClient) -> None:
     asked, orphan_s = client.ask(EngineLeave(name), config.rollout.request_timeout_s + GRACE_S), config.engines.orphan_s
     async with first_of(asked, _orphaned(orphan_s)) as (reply, _):
         if not reply.done():
-            raise WaitTimeout("the controller", "it lets no engine leave", orphan_s)
+            raise WaitTimeout("the controller", "it has not let the engine leave", orphan_s)
         reply.result()
 
 

@@ -91,11 +91,11 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     if found is None or not found.seats:
         found = NodeGathering(name, request.nodes)
     if request.nodes != found.nodes:
-        raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
+        raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as on its first node")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
-        got, expected = f"another on {request.who}", f"one, on {before.who}"
+        got, expected = f"a second one on {request.who}", f"only the one on {before.who}"
         silence = max(0.0, limit_s - (now - before.heard))
-        hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
+        hint = f"set another --node or --name, or start again in {silence:.0f} s if the first one has ended"
         raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting

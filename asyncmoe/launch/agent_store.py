@@ -73,7 +73,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
                 raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
             why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
             got, hint = f"{self.master_addr}:{self.master_port} ({why})", "see cluster.network and ASYNCMOE_HOST"
-            raise UserError(_WHERE, got=got, expected="one of this machine", hint=hint) from error
+            raise UserError(_WHERE, got=got, expected="an address of this machine", hint=hint) from error
         store = cast(Any, dist).TCPStore
         fd = listener.detach()
         return store(self.master_addr, self.master_port, self.world_size, True, self.timeout, multi_tenant=True, master_listen_fd=fd)

@@ -50,8 +50,8 @@ def evaluate(model: Path, config: Config) -> list[Evaluation]:
     """
     asked = config.evaluation
     if not (asked.every or asked.sets or asked.path):
-        expected = "questions to ask: evaluation.sets, evaluation.path, or evaluation.every above 0 for some held out from the task"
-        raise ConfigError("evaluation", got="none in the configuration", expected=expected, hint="for example evaluation.every=1")
+        expected = "evaluation.sets, evaluation.path, or evaluation.every above 0, which holds out questions of the task"
+        raise ConfigError("evaluation", got="no questions in the configuration", expected=expected, hint="for example evaluation.every=1")
     scratch = Scratch()  # if an engine fails, its log stays there until the next process makes such a folder
     config = hub.with_local_model(alone(config, model, scratch.path))
     models.check(config, models.hf_config_of(config), weights=config.model.path)

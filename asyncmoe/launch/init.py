@@ -141,4 +141,4 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
             if "memory" not in found["trainer"]:  # else training needs host memory
                 return found
     got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"
-    raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N splits several machines")
+    raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N plans several machines")

@@ -110,7 +110,8 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
         faults.of(_check_going_on, config, hf, found.newest)
     nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
     if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
-        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; with 20, a lost one costs 20 steps", file=sys.stderr, flush=True)
+        lost = "got 0 on several nodes; with 20, a lost node costs at most 20 steps"
+        print(f"{WARNING}trainer.checkpoint_every: {lost}", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         faults.of(check_engine_python, config.engines.python)  # last, because it starts an interpreter
     if whole or faults.found:
@@ -158,7 +159,7 @@ def prepare(config: Config, found: Survey | None = None) -> Path:
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
-        print(f"checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)
+        print(f"damaged checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)
     if config.model.make is not None and to_make(config.model, config.run.dir):
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
@@ -191,7 +192,7 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
         StorageError: see `asyncmoe.storage.writing`; a parent is a file, or this user may not write there.
     """
     if barren := storage.try_place("run directory" if key == "run.dir" else key, directory):
-        raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
+        raise ConfigError(key, got=f"{directory}, but {barren}", expected="a writable directory")
 
 
 @contextmanager
@@ -211,7 +212,7 @@ def claim(directory: Path) -> Iterator[None]:
         lock = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever can open it can lock it
     if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
-        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
+        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory that no other run uses")
     with lock:
         try:
             yield

@@ -34,7 +34,7 @@ def stacks(run_dir: Path) -> Iterator[str]:
     if not here:
         got = f"{run_dir}, which has no running process on this host"
         hint = f"run the command on {elsewhere}" if elsewhere else None
-        raise UserError("asyncmoe stacks", got=got, expected="the directory of a running run (run.dir)", hint=hint)
+        raise UserError("asyncmoe stacks", got=got, expected="the run.dir of a run in progress", hint=hint)
     beats = {beat.pid: beat for beat in heartbeats.read(run_dir).values()}
     for one in here:
         yield f"== {one.role}, pid {one.pid}\n{_own(run_dir, one, beats)}"

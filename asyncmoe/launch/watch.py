@@ -190,7 +190,8 @@ def _watch(run: _Supervision) -> None:
         if controller is not None and processes.trainers and (controller not in late or late == [controller]):
             end_by = min(end_by, now + _GOODBYE_S)
             if late and now > end_by and not stop.asked():
-                raise AsyncmoeError(f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the others; its log is {late[0].log}")
+                what = f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the other processes"
+                raise AsyncmoeError(f"{what}; its log is {late[0].log}")
         time.sleep(_POLL_S)
     if processes.controller is not None and processes.controller.returncode == 0:
         _wait(processes.trainers, _GOODBYE_S, stop)

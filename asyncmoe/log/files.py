@@ -100,7 +100,7 @@ def _read(path: Path, most: int | None) -> tuple[bytes, bytes]:
         with path.open("rb") as file:
             return file.read(HEADER_BYTES), file.read(most)
     except OSError as error:
-        raise DataError(f"log {path}", got=error.strerror, expected="a file that can be read") from error
+        raise DataError(f"log {path}", got=error.strerror, expected="a readable file") from error
 
 
 def examine(folder: Path) -> str:
@@ -230,7 +230,7 @@ def _claim(lock: int, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'unknown'})"
-        raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
+        raise UserError("log", got=got, expected="one controller of a run, and one of each worker", hint="end that process") from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 

@@ -62,7 +62,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
     if FAMILY in values:
-        raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
+        raise DataError(str(file), got=f"the key {FAMILY}", expected="no such key: only model.family names a family's code")
     family = FAMILIES.get(str(values.get("model_type")))
     return values if family is None else family.completed(values)
 
@@ -176,7 +176,7 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
     if routing is not None and config.keep.routing != "off" and config.rollout.interruption == "retract":
-        expected = "another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)"
+        expected = "another value because routing is kept (SGLang would report the new weights' routes for tokens of the old weights)"
         hint = "set rollout.interruption to in_place, or keep.routing to off"
         raise ConfigError("rollout.interruption", got="retract", expected=expected, hint=hint)
     return None if config.keep.routing == "off" else routing

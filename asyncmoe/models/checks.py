@@ -70,8 +70,8 @@ def untrained_layers(hf: HfConfig) -> list[UserError]:
     """Return an error if a model has multi-token prediction layers, which would stay untrained."""
     if not (extra := next(filter(None, map(hf.get, UNTRAINED)), 0)):
         return []
-    expected = "0, as multi-token prediction layers are neither trained nor sent to engines, and would soon be out of date"
-    hint = "set it to 0: the model is then trained, served and exported without them"
+    expected = "0, as multi-token prediction layers are neither trained nor sent to engines"
+    hint = "with 0, the model is trained, served and exported without them"
     return [ConfigError("num_nextn_predict_layers in config.json", got=extra, expected=expected, hint=hint)]
 
 

@@ -52,7 +52,7 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> A
         ) from error
     except Exception as error:
         got = f"{name}: no such path here, and {constants.ENDPOINT} cannot be reached ({' '.join(str(error).split())[:200]})"
-        hint = "give a local path, or HF_HUB_OFFLINE=1 to use a copy in the cache"
+        hint = "HF_HUB_OFFLINE=1 uses a copy in the cache"
         raise DataError(key, got=got, expected=f"a local path, or the id of a {kind} and a network", hint=hint) from error
 
 

@@ -42,7 +42,7 @@ def to_make(model: ModelSection, run_dir: Path) -> bool:
             "model.path",
             got=f"{model.path}, which does not exist",
             expected=f"a model directory; model.make writes a random model only below {PLACE} and run.dir",
-            hint=f"correct the path, or run asyncmoe make-model {model.path} if you mean a random model there",
+            hint=f"correct the path, or run asyncmoe make-model {model.path} for a random model there",
         )
     return True
 

@@ -115,7 +115,7 @@ def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> I
         hint = f"set trainer.dtype={dtype}{shard}, {_ELSEWHERE}"
         yield ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
     if (taken := int(saved["step"]) - config.warmup.steps) > config.run.steps:
-        hint = f"the run in {config.run.dir} has them, with {name}; set a higher number to go on, or another run.dir"
+        hint = f"{config.run.dir} has these steps in {name}; raise run.steps to go on, or choose another run.dir"
         yield ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
 
 
@@ -206,5 +206,5 @@ def _digest(key: str, files: Sequence[Path]) -> str:
                     file.seek(place)
                     found.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
-        raise DataError(key, got=f"{error.filename}: {error.strerror}", expected="a file that can be read") from error
+        raise DataError(key, got=f"{error.filename}: {error.strerror}", expected="a readable file") from error
     return f"{sum(sizes)} bytes with digest {found.hexdigest()[:12]}"

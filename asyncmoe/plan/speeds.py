@@ -75,7 +75,7 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
     except (OSError, msgspec.DecodeError) as error:
         raise DataError(str(file), got=str(error), expected="a file of asyncmoe bench step CONFIG --json FILE") from error
     if hf is not None and found.parameters != (planned := memory.whole(hf).all):
-        raise ConfigError("--measured", got=f"a model of {found.parameters:,} parameters", expected=f"--model, which has {planned:,}")
+        raise ConfigError("--measured", got=f"a model of {found.parameters:,} parameters", expected=f"{planned:,}, as --model has")
     return found
 
 

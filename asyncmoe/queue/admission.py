@@ -66,7 +66,7 @@ class Ledger:
     def start(self, count: int) -> Ledger:
         """Start sampling: started and running grow."""
         if count <= 0:
-            raise InvariantBroken(f"ledger: started {count}")
+            raise InvariantBroken(f"ledger: got {count} to start, expected at least 1")
         return replace(self, started=self.started + count, running=self.running + count)
 
     def accept(self, count: int) -> Ledger:

@@ -102,7 +102,7 @@ class BoundedQueue:
     def set_version(self, version: int) -> None:
         """Record that all engines serve `version` now."""
         if version < self._version:
-            raise InvariantBroken(f"queue: version {version} after {self._version}")
+            raise InvariantBroken(f"queue: got version {version} after {self._version}, expected versions that do not fall")
         self._version = version
         self._changes.wake()
 
@@ -291,7 +291,7 @@ class BoundedQueue:
             self._count(self.ledger.lease(terms.count))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
-                raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
+                raise InvariantBroken(f"lease of step {step}: got a token of version {newest}, expected at most {terms.version}")
             weights = [self.admission.weight(group.oldest_version, terms.version) for group in groups]
             self.log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)

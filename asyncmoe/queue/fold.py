@@ -227,7 +227,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
     end = max((step + 1 for step in state.leases), default=first)
     end = max(end, reached) if state.damaged else end  # records of the newest steps may be lost
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
-        raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
+        raise InvariantBroken(f"{name}: got no lease of steps {sorted(gaps)[:5]}, expected one for every step from {first} on")
     if not first <= reached <= end:
         hint = f"delete {name}: queued and unfinished episodes are then sampled again; or restore the checkpoint that belongs to it"
         raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
@@ -258,8 +258,8 @@ def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int
     running = old.started - ended - lost - queued - leased - over
     if running < 0 or skipped.total() > over or min(skipped.values(), default=0) < 0:
         if exact:
-            counted = f"{over} are over, {leased} leased, {queued} queued, {dict(skipped)} skipped"
-            raise InvariantBroken(f"{exact}: {counted}: not what the ledger says: {old}")
+            counted = f"{over} episodes over, {leased} leased, {queued} queued, {dict(skipped)} skipped"
+            raise InvariantBroken(f"{exact}: got {counted}, expected the counts of {old}")
         skipped, running = Counter(), max(running, 0)
     depth, skips = queued + lost + running, skipped.total()
     started, trained = ended + depth + leased + over, over - skips

@@ -144,7 +144,7 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, 
         name = list(plan.destinations[transfer.destination])[int(transfer.copies[widest, 2])]
         box = [int(extent) for extent in transfer.copies[widest, EXTENTS]]
         where = f"bucket_bytes, for a box {box} of storage {name} from rank {transfer.source} to rank {transfer.destination}"
-        hint = "raise bucket_bytes; it is divided among all peers of a rank"
+        hint = "raise bucket_bytes, which all peers of a rank share"
         raise LayoutError(
             where, got=f"room for {max(0, room)} bytes in a message", expected=f"at least one element of {item} bytes", hint=hint
         )

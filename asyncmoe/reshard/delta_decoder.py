@@ -152,7 +152,7 @@ class DeltaDecoder:
             InvariantBroken: nothing has been verified.
         """
         if self.version is None or any(one.proved is None for one in self._sources.values()):
-            raise InvariantBroken(f"rank {self.rank}: got version {version} of a delta to write, expected one that is proved")
+            raise InvariantBroken(f"rank {self.rank}: got a delta of version {version} to write, expected a verified one")
         self.version = None
         for source, one in self._sources.items():
             one.digest = (one.digest + self._apply(source, write=True)) & WORD

@@ -125,7 +125,7 @@ class Exchanger:
         destinations = memories_of(wanted, destination_arrays, f"rank {self.rank}: destination array", write=True)
         check_apart(sources, destinations)
         if (source_arrays or destination_arrays) and self.rank not in (known := self._plan.match.ranks):
-            raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"a rank of the plan, one of {known}"[:200])
+            raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"none: the plan's ranks are {known}"[:200])
         messages = [self._link.device] if self._outgoing or self._incoming else []
         arrays = (memory.device for memory in (*sources.values(), *destinations.values()))
         self._prepare(one_device([*messages, *arrays], "arrays of an exchange"))

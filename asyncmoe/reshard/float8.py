@@ -105,8 +105,8 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
         raise LayoutError(
             f"rank {rank}: tensor {piece.tensor} box {box} in storage {piece.storage}",
             got=f"row {corner[-2]} and column {corner[-1]} of {storage.shape}",
-            expected=f"blocks of {BLOCK} x {BLOCK}, or the rest of the tensor at its end",
-            hint="parallel sizes that divide it at multiples of a block",
+            expected=f"whole blocks of {BLOCK} x {BLOCK}, or the rest at the tensor's end",
+            hint="choose parallel sizes that divide it at multiples of a block",
         )
     corner[-2:] = [at // BLOCK for at in corner[-2:]]
     shape = scales_shape(storage.shape)

@@ -166,7 +166,7 @@ class _IpcLink:
     def finish(self, timeout_s: float) -> None:
         self._settle(self._until(timeout_s))
         for half in self._out:
-            half.wait("it to take the last message", timeout_s, needed=half.slots)
+            half.wait("to take the last message", timeout_s, needed=half.slots)
 
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSING_S

@@ -238,7 +238,7 @@ class LayoutBuilder:
         where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
         rests = {tuple(box.extent[1:]) for _, box in parts}
         if len(rests) != 1:
-            raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more, of which only the first dimensions differ")
+            raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more that differ only in the first dimension")
         (rest,) = rests
         for tensor, box in parts:
             placed.append((tensor, box, (row, *(0 for _ in rest))))

@@ -54,7 +54,7 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         if not _is_shape(shape):
             raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=f"at most {MAX_DIMS} sizes, each at least 0")
     if PADDING in shapes:
-        raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
+        raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name: this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
     number[PADDING] = NO_TENSOR
     dims = np.array([len(shape) for shape in shapes.values()], np.int64)

@@ -52,7 +52,7 @@ class Demonstrations:
                 self._replaced.add(where)
                 log.warning("%s; a later question takes the place of this demonstration", why)
             await asyncio.sleep(0)  # long texts are slow to encode: let the trainer's requests in between
-        got, hint = f"{TRIES} questions that give none, the last of them {why}", "leave long rows out by task.filter"
+        got, hint = f"{TRIES} questions without a usable demonstration, the last: {why}", "leave long rows out by task.filter"
         raise DataError(f"demonstration {index} of the warm-up", got=got, expected="a question with a demonstration to train on", hint=hint)
 
     async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory] | TrajectoryRejected]:

@@ -106,7 +106,7 @@ class EngineLifecycle:
                 await self._end_update(engine)
             taken = judge(weights, await engine.client.weights_version())
             if taken is None:
-                held = "may hold a part of version" if weights.changing == "writing" else "holds one of two versions"
+                held = "may hold a part of version" if weights.changing == "writing" else "may or may not have taken over version"
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()

@@ -75,11 +75,11 @@ class TrainerSession:
         name, epoch = type(request).__name__, request.epoch
         if epoch < self._newest:
             raise ProtocolError(
-                f"{name}: got it from start {epoch} of the trainer, expected start {self._newest}, which has taken its place: "
+                f"{name}: sent by the trainer started as number {epoch}, but number {self._newest} has taken its place: "
                 "this process is left over and must end"
             )
         if not isinstance(request, Hello) and self._served >= 0 and epoch != self._served:
-            raise ProtocolError(f"{name}: start {epoch} of the trainer sent it before any Hello, expected Hello first")
+            raise ProtocolError(f"{name}: sent before Hello by the trainer started as number {epoch}, expected Hello first")
 
     async def joined(self) -> BoundedQueue:
         """Return the queue once the first start is admitted."""

@@ -70,7 +70,7 @@ def run(config: Config) -> None:
         built = gpt.build(hf, config, place)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         traceback.print_exc()  # Megatron rejects its arguments with these types; devices, disks and other ranks raise others
-        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="one that Megatron builds") from error
+        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="a model that Megatron can build") from error
     if place.rank == 0:
         log.info("Megatron's switches: %s", built.switches.text)
     if newest is None or config.adapter is not None:  # adapter runs save no base weights
@@ -291,7 +291,7 @@ def agree(plugins: Plugins) -> None:
         others = [rank for rank, found in enumerate(everyone) if found.get(target) != digest]
         if others:
             got = f"another file of {target} on rank {others[0]} than on rank 0"
-            raise ConfigError("objective", got=got, expected="the same on every machine", hint="copy the file, or set PYTHONPATH")
+            raise ConfigError("objective", got=got, expected="the same file everywhere", hint="copy the file, or set PYTHONPATH")
 
 
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

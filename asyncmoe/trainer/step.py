@@ -223,7 +223,7 @@ def _run(
     batches = MicroBatches.of(microbatches)
     most = max(batches.rows)
     if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
-        raise InvariantBroken(f"model chunks interleave: got micro-batches of {batches.rows} rows, expected equal ones")
+        raise InvariantBroken(f"interleaved model chunks: got micro-batches of {batches.rows} rows, expected equally many rows in each")
     iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(batches.shared(len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):

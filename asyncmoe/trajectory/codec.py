@@ -169,7 +169,7 @@ def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.
     if got != list(expected.items()):
         raise ProtocolError(f"trajectory {header.key}: got arrays {got}, expected {list(expected.items())}")
     if len({s.shape for s in header.arrays}) != 1:
-        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
+        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected equal ones")
     arrays, digest = {}, 0
     for name, frame in zip((*ARRAYS, *OPTIONAL), frames, strict=True):
         if name not in specs:

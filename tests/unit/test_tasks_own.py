@@ -182,7 +182,7 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, known: Tokenizer
     [
         ({"where": {"level": "grim"}}, r"task\.path .*d\.jsonl: got no row left of 10, expected at least one"),
         ({"where": {"n": True}}, "got no row left of 10"),
-        ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
+        ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column that task\.where names; columns: question"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
         (
             {"filter": f"{HERE}:fails"},

@@ -67,11 +67,11 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
     head = msgspec.json.decode(view[BEGIN.size : at], type=AnswerHead)
     tokens, logprobs, counts, ids, mask_logprobs, routes = _parts(view, at, head.counts)
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
-        raise ValueError("output_token_logprobs: expected one for each of output_ids")
+        raise ValueError("output_token_logprobs: got another number than output_ids, expected one for each id")
     masks = None
     if counts is not None or ids is not None:
         if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
-            raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
+            raise ValueError("output_token_sampling_mask: got another number of ids than its lists' lengths add up to")
         masks = IdLists(counts, ids)
         if routes is not None:
             routes = routes.copy()  # a queued trajectory keeps its routes: a view would keep the masks, which may be larger, in memory too
@@ -98,7 +98,7 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
             continue
         end = at + count * np.dtype(kind).itemsize
         if not at <= end <= len(view):
-            raise ValueError(f"{name}: got {count} elements, expected no more than {len(view) - at} bytes")
+            raise ValueError(f"{name}: got {count} elements, expected no more than the remaining {len(view) - at} bytes hold")
         found.append(np.frombuffer(view[at:end], kind))
         at = end
     if at != len(view):

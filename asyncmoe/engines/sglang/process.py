@@ -131,7 +131,7 @@ class SGLangProcess:
             if (why := self.died) is not None:
                 raise EngineError(f"{self.name} did not start: {why}")
             if time.monotonic() > self._ready_by:
-                raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
+                raise WaitTimeout(self.name, f"its start; its log is {self._child.log}", self._start_timeout_s)
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)

@@ -40,9 +40,9 @@ def connected() -> Iterator[Any]:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
         if where == "auto":
-            raise UserError("Ray cluster", got="none on this machine", expected="one to run on", hint=_START) from error
+            raise UserError("Ray cluster", got="none on this machine", expected="a running one", hint=_START) from error
         hint = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
-        raise UserError(f"Ray cluster at {where}", got=_in_one_line(error), expected="one to run on", hint=hint) from error
+        raise UserError(f"Ray cluster at {where}", got=_in_one_line(error), expected="a running cluster", hint=hint) from error
     try:
         yield ray
     finally:
@@ -129,7 +129,7 @@ def _address() -> str:
         socket.create_connection(address, _ANSWER_S).close()
     except OSError as error:
         got = f"no answer ({error.strerror or error})"
-        raise UserError(f"Ray's head at {given}", got=got, expected="one that listens", hint=_START) from error
+        raise UserError(f"Ray's head at {given}", got=got, expected="a head that listens", hint=_START) from error
     return f"{address[0]}:{address[1]}"
 
 

@@ -66,7 +66,7 @@ def read_allocation(environ: Mapping[str, str], expand: Callable[[str], tuple[st
         raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
     if "SLURM_HET_SIZE" in environ:
         hint = "nodes of another kind join with slurm/rollout.sbatch"
-        raise UserError("job", got="a heterogeneous one", expected="one component", hint=hint)
+        raise UserError("job", got="a heterogeneous job", expected="a job of one component", hint=hint)
     job = environ["SLURM_JOB_ID"]
     name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in environ else job
     return Allocation(int(job), name, int(environ.get("SLURM_RESTART_COUNT", "0")), expand(environ["SLURM_JOB_NODELIST"]))

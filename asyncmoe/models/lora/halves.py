@@ -125,7 +125,7 @@ def check(kind: Kind, m: Shape) -> None:
     """
     if refused := [target for target in kind.targets if target not in m.adapters]:
         expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model"
-        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="take the others out")
+        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="remove those that cannot")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", hint="leave it out")
 

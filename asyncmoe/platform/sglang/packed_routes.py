@@ -65,7 +65,7 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
 def _mend(module: ModuleType, routing: Routing) -> None:
     found = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "_maybe_collect_routed_experts")]
     if len(found) != 1:
-        _say(f"{module.__name__} of another SGLang than 0.5.23 has no place for it")
+        _say(f"SGLang is not 0.5.23, and {module.__name__} has no place for packed routes")
         return
     owner: Any = found[0]
     collect: Callable[..., None] = owner._maybe_collect_routed_experts

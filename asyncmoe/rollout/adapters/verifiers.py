@@ -94,7 +94,7 @@ def _source(columns: Mapping[str, Any]) -> tuple[Any, list[Any]]:
 @functools.cache
 def _loaded(name: str, arguments: str, limit: int | None) -> tuple[Any, list[Any]]:
     if not installed.has("verifiers"):
-        expected = f"it installed in the environment of {sys.executable}"
+        expected = f"one in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

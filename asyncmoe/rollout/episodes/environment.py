@@ -163,7 +163,7 @@ class Agent:
     def forked(self, name: str, branch: int, responses: int) -> Agent:
         """Return a new path that begins with this one's first `responses` responses and the tokens given before them."""
         if not 0 <= responses <= len(self.responses):
-            raise self._failed(ERROR, f"fork: got {responses} responses, expected at most its {len(self.responses)}")
+            raise self._failed(ERROR, f"fork: got {responses} responses, expected at most the agent's {len(self.responses)}")
         made = Agent(self.episode, name, self.number, self.tree, branch)
         made.responses = self.responses[:responses]
         made.turns = [turn for response in made.responses for turn in response.turns]
@@ -188,7 +188,7 @@ class Agent:
         except TypeError as error:
             raise self._failed(ERROR, f"see: got {what!r:.100}, expected text or a sequence of token ids") from error
         if outside := [token for token in given if not 0 <= token < self._tokenizer.vocabulary]:
-            raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
+            raise self._failed("token_out_of_vocabulary", f"see: got token {outside[0]}, expected ids below {self._tokenizer.vocabulary}")
         self._given += given
 
     def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:

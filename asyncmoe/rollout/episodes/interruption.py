@@ -97,5 +97,6 @@ async def respond(
                 return made
             pool.recomputed_tokens += len(prefix) + len(front)
         else:
-            raise TrajectoryRejected("engine_error", f"a request was aborted after {tokens} tokens; rollout.interruption is {interruption}")
+            detail = f"an engine aborted a request after {tokens} tokens; rollout.interruption = {interruption} aborts none"
+            raise TrajectoryRejected("engine_error", detail)
         request = replace(request, continues=True, sampled=sampling.max_new_tokens - room)

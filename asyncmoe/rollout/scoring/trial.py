@@ -46,7 +46,7 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: 
     prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
-        raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
+        raise ConfigError("scoring.scorer", got="exact, but the first prompt has no answer", expected="answers to compare with", hint=hint)
     if not section.try_first:
         return
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)

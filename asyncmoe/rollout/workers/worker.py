@@ -121,7 +121,7 @@ class Worker:
         """
         ended = self._ended.get(episodes[0].group, {})
         if missing := [place.key() for place in episodes if place not in ended]:
-            raise ProtocolError(f"pack: got {missing[0]}, expected episodes that have ended here")
+            raise ProtocolError(f"pack: got {missing[0]}, expected only episodes that have ended here")
         group = await self.hold([one for place in episodes for one in ended[place]], newest)
         self._forget_episodes(group.number)
         return group

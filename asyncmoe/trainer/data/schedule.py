@@ -175,6 +175,6 @@ def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
     """
     order = list(dict.fromkeys(groups))
     if not 0 < updates <= len(order):
-        raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
+        raise InvariantBroken(f"split_updates: got {updates} updates, expected 1 to {len(order)}, the number of groups")
     parts = [set(some) for some in np.array_split(np.array(order), updates)]
     return [[i for i, group in enumerate(groups) if group in part] for part in parts]

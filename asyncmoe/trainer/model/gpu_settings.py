@@ -40,7 +40,7 @@ def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str)
             raise no_gpu_for(key, value)
     if trainer.memory.low_precision and (why := older_engine(kernels, _PRECISE)):
         key, value = next(one for one in trainer.needs_gpu if one[1] == "bfloat16")
-        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install it")
+        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install Transformer Engine")
     if trainer.precision == "fp8" and (why := _lacks_float8(kernels, engine, lacking)):
         raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 

@@ -174,7 +174,7 @@ class UpdateDriver:
     async def _begin(self, update: OpenUpdate, member: Member) -> None:
         retract = self.interruption == "retract"
         update.paused[member.engine.name] = unix()
-        async with self.soon(member, f"pause for version {update.version}"):
+        async with self.soon(member, f"to pause for version {update.version}"):
             await member.engine.client.pause(retract=retract)
             if retract:
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
@@ -185,7 +185,7 @@ class UpdateDriver:
     async def _resume(self, update: OpenUpdate, member: Member) -> None:
         if member.engine.name not in update.paused:
             return
-        async with self.soon(member, "go on with the version it has"):
+        async with self.soon(member, "to go on with the version it has"):
             if update.session:
                 await member.engine.client.end_update()
             await member.engine.client.resume()

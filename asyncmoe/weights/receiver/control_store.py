@@ -190,7 +190,7 @@ class Store:
             waited = time.monotonic() - began
             if waited < timeout_s:
                 raise WeightSyncError(f"rank {self.rank}: joining weight group {self._group}: {_first_line(error)}") from error
-            raise WaitTimeout("the other ranks", f"join weight group {self._group} ({_first_line(error)})", waited) from error
+            raise WaitTimeout("the other ranks", f"to join weight group {self._group} ({_first_line(error)})", waited) from error
         return group
 
     def has(self, key: Key[Any]) -> bool:

@@ -172,7 +172,7 @@ class Sender:
             return deltas.offer(self._encoder, self.met.plan, version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
-                log.exception("coding update %d of trainer rank %d", self._number, self._rank)
+                log.exception("coding update %d of trainer rank %d failed", self._number, self._rank)
             return Offer(self._said(error))
 
     def _send(self, version: int, base: int | None) -> None:
@@ -198,7 +198,7 @@ class Sender:
         except Exception as error:
             met.store.fail(self._number, key, self._said(error))
             if not isinstance(error, AsyncmoeError):
-                log.exception("update %d of trainer rank %d", self._number, self._rank)
+                log.exception("update %d of trainer rank %d failed", self._number, self._rank)
             self.leave()
         else:
             self._is_sent.set()

@@ -28,8 +28,8 @@ class Container(sandbox.Sandbox):
         super().__init__(limits)
         self._runtime, self._image = next((name for name in _RUNTIMES if shutil.which(name)), ""), image
         if not self._runtime:
-            got = f"{image}, and no program docker or podman"
-            raise ConfigError("environment.sandbox.image", got=got, expected="one of them", hint=sandbox.WAYS)
+            got = f"{image}, but neither docker nor podman is installed"
+            raise ConfigError("environment.sandbox.image", got=got, expected="one of these programs", hint=sandbox.WAYS)
         self.name = f"{self._runtime} with {image}"
         self.hint = f"start the runtime, and get the image: {self._runtime} pull {image}"
         # The command line finds its daemon, registry and credentials by variables; the container gets none of them.

@@ -53,7 +53,7 @@ class Function:
             schema = self._checked.json_schema()
         except (pydantic.errors.PydanticUserError, NameError, TypeError, ValueError) as error:
             got = f"{target}: {' '.join(str(error).split())[:300]}"
-            raise ConfigError(_KEY, got=got, expected="a def whose annotations JSON values can satisfy") from error
+            raise ConfigError(_KEY, got=got, expected="a function whose annotations fit JSON values") from error
         if not schema.get("properties"):
             got = f"{target}{inspect.signature(found)}"
             raise ConfigError(_KEY, got=got, expected="a function of named parameters, at least one")

@@ -211,7 +211,7 @@ def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
 def _found(program: str, where: str | None = None) -> str:
     path = shutil.which(program, path=where)
     if path is None:
-        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=WAYS)
+        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="an installed sandbox", hint=WAYS)
     return path
 
 

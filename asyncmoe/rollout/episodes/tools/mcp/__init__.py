@@ -61,7 +61,7 @@ class McpTools:
         if not servers:
             return
         if sessions < len(servers):
-            raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, a session of each server")
+            raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, one for each server")
         if not installed.has("mcp"):
             raise ConfigError(_KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
         for name in _NOISY:
@@ -159,7 +159,7 @@ class _Episode:
         """Return the session with a server; begin one if there is none. Raises ToolError if it could not begin."""
         async with self._lock:
             if self._closed:
-                raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {name}")
+                raise ToolError(CRASH, f"error: the episode and its session with the MCP server {name} have ended")
             if not self._sessions:
                 await self._places.acquire()
             session = self._sessions[name] = self._sessions.get(name) or make()

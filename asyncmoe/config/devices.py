@@ -123,7 +123,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "trainer.ranks",
             got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            hint=f"{more}lower trainer.ranks with tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
+            hint=f"{more}lower trainer.ranks (and tp, pp, ep to match), or take a machine with more GPUs; examples/demo-gpu.yaml needs one",
         )
     devices = asked.devices
     if devices.shared and not asked.share:
@@ -140,7 +140,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}, for {asked.engines} x {each} = {asked.tp} GPUs from GPU {asked.first} on",
+            expected=f"at least {end}: from GPU {asked.first} on, {asked.engines} x {asked.tp} ({each})",
             hint=more + ways,
         )
     return devices

@@ -183,7 +183,7 @@ def test_peft_computes_what_the_merged_weights_do(tmp_path: Path, family: str, t
     assert same(peft.from_peft(m, again), adapter)
     for name in [name for name in again.tensors if name.endswith("base_layer.lora_B.weight") and again.config.get("rank_pattern")]:
         used = np.ones_like(again.tensors[name])
-        with pytest.raises(UserError, match=r"base_layer\.lora_B\.weight: got values there"):
+        with pytest.raises(UserError, match=r"base_layer\.lora_B\.weight: got .* gate_proj"):
             peft.from_peft(m, peft.Files(again.config, again.dtype, {**again.tensors, name: used}))
 
 

@@ -74,7 +74,7 @@ def test_conditions_and_orders(run_dir: Path, wanted: SampleQuery, groups: list[
 def test_what_there_is_not_is_refused(run_dir: Path) -> None:
     with pytest.raises(DataError) as refused:
         select(index(run_dir), SampleQuery(step=9, outcome="rejected"))
-    assert refused.value.expected == "3 groups: 3 trained"
+    assert "3 groups: 3 trained" in str(refused.value)
 
 
 # ---------------------------------------------------------------- printing

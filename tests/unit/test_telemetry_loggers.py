@@ -180,7 +180,7 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=rf"telemetry\.{name}: got no package {name} .*run: \S+ -m pip install \"{name}"):
+    with pytest.raises(ConfigError, match=rf"telemetry\.{name}: got no package {name}\b.*run: \S+ -m pip install \"{name}"):
         checks.check(config_of(tmp_path, 8, **{name: {}}).telemetry)
 
 

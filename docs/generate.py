@@ -53,8 +53,9 @@ asyncmoe simulate my-plant.yaml engines.count=96 trainer.gpus=32 --sweep
 ```
 
 First measure speeds on a few GPUs with `asyncmoe bench step CONFIG --json FILE`. With `--measured FILE`, `asyncmoe simulate` derives
-`engines.step_s` and `trainer.step_s` from these speeds, scaled by the number of GPUs, and also the response lengths, unless the plant has a
-`workload`. `asyncmoe plan` estimates the weight sync (`sync.seconds`); with `--nodes` it also prints the command that simulates its split.
+`engines.step_s` and `trainer.step_s` from these speeds, scaled by the number of GPUs; it also takes the response lengths from the file,
+unless the plant has a `workload`. `asyncmoe plan` estimates the weight sync (`sync.seconds`); with `--nodes` it also prints the command
+that simulates its split.
 
 Response lengths can also come from a run: `workload=RUN_DIR` draws them from the groups that the run kept (`telemetry.samples`). The run's
 report has the seconds of training, sync and pause.

@@ -26,14 +26,14 @@ HEAD = """\
 `make docs`. -->
 
 A run writes these records to its directory `run.dir`, one JSON object a line. A number that was not measured is `null`. The last column
-names the figure of `report.html` that draws the field; the report's last section has all other metrics.
-[CONTRIBUTING](../CONTRIBUTING.md#a-new-metric) says how to add one.
+names the figure of `report.html` that draws the field; metrics without an entry there are drawn in the report's last section.
+[CONTRIBUTING](../CONTRIBUTING.md#a-new-metric) says how to add a metric.
 
 TensorBoard has every number as `step/<field>`, `rollout/<field>` or `evaluation/<field>`;
 Prometheus as `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` or `asyncmoe_evaluation_<field>`. A field with an entry in
 column *by* is a mapping: in TensorBoard, each key is a tag of its own (`step/ages/0`), in Prometheus a label
 (`asyncmoe_step_ages{age="0"}`). `scoring` and `tools` map names to objects; `scoring_failed` is the field `failed` of an object in
-`scoring`. TensorBoard and Prometheus have the sum over its reasons.
+`scoring`. TensorBoard and Prometheus have the sum of `failed` over all reasons.
 """
 
 

@@ -14,7 +14,7 @@ class ClusterSection(Section):
     overrides it."""
     port: Port = 0
     """Port of the controller; 0: any free port, which rendezvous.json names. With network loopback, 0 opens no port: the processes use a
-    Unix socket. Set it if a firewall admits fixed ports only."""
+    Unix socket. Set it if a firewall admits only fixed ports."""
     trainer_nodes: Positive = 1
     """Nodes of the trainer; trainer.ranks are spread over them evenly."""
     engine_nodes: Positive = 1

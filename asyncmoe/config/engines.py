@@ -49,14 +49,14 @@ class EngineSection(Section):
     """A hung engine is killed within this many seconds of its last token (of a request or a probe); its responses continue on other
     engines. Raise this if a forward pass can take a third of this time."""
     restarts: NonNegative = 3
-    """How many times an engine that died or hung is restarted; the wait before the first restart is 5 s, and doubles with each further one.
-    A restarted engine serves from the next version on. If all engines are lost, the trainer sends its weights once more; with sync.method
-    broadcast or disk, or sync.every above 1, the run ends instead."""
+    """How many times an engine that died or hung is restarted; 5 s pass before the first restart, twice as long before each next one. A
+    restarted engine serves from the next version on. If all engines are lost, the trainer sends its weights again once one has restarted;
+    with sync.method broadcast or disk, or sync.every above 1, the run ends instead."""
     orphan_s: NonNegativeSeconds = 60.0
     """Seconds that engines outlive a lost controller, waiting for the next one to take them over. Raise it if the controller takes long to
     start. 0: engines end with the controller, and losing the controller ends the run."""
     args: tuple[str, ...] = ()
-    """Further arguments for sglang.launch_server; those that asyncmoe does not support are refused."""
+    """Your own arguments for sglang.launch_server; those that asyncmoe does not support are refused."""
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:

@@ -28,16 +28,16 @@ class ToolsSection(Section):
     """Give the tools' schemas to the chat template, which describes them to the policy. null: true if style is not brackets and the task
     has chat prompts."""
     options: dict[str, dict[str, Any]] = Field({})
-    """Limits of each tool, by the name of the tool or function: timeout_s, concurrency, and characters (of the answer); python has further
-    limits."""
+    """A mapping from the name of a tool or function to its limits: timeout_s, concurrency, and characters (of the answer); python has
+    more."""
     on_failure: Literal["observe", "reject"] = "observe"
     """What happens if a call takes too long, returns too much or is killed, or an episode reaches its limit on turns or tokens. observe:
-    the policy reads a message about the call; at the limit, the last response is scored. reject: the episode is rejected, as it always is
-    if the tool itself fails."""
+    the policy reads a message about such a call; at such a limit, the last response is scored. reject: the episode is rejected, as it
+    always is if the tool itself fails."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
-    """Maximum simultaneous sessions with MCP servers, over all episodes; each session with a command is a process. Further episodes wait at
-    their first call."""
+    """Maximum simultaneous sessions with MCP servers, over all episodes; each session with a command is a process. If all are in use, an
+    episode waits at its first call."""
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:

@@ -15,11 +15,11 @@ _SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
 
 class EvaluationSet(SourceSection):
     """A mapping from names to sets of questions, each with these keys; sets are evaluated and recorded separately. A set without a source
-    asks questions held out from the task; a set with a subset or split but no path reads the task's path. prompts, samples, temperature,
-    top_p and max_new_tokens default to their values in `evaluation`."""
+    asks questions held out from the task; a set with a subset or split but no path reads the task's path. The keys prompts, samples,
+    temperature, top_p and max_new_tokens default to their values in `evaluation`."""
 
     kind: Kind | None = None
-    """As task.kind, for the set; null: dataset if task.kind is dataset or a subset or split is given, else jsonl."""
+    """As task.kind, for the set; null: dataset if task.kind is dataset, or if the set has a subset or split; else jsonl."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     prompts: Positive | None = None
@@ -72,9 +72,9 @@ class EvaluationSection(Section):
     samples: Positive = 1
     """Episodes per question; more give a less noisy mean, and pass@k for every k up to this number."""
     path: Path | None = None
-    """Source of evaluation questions, in the format of task.path; training leaves out prompts that differ from an evaluation question only
-    in white space and system messages. null: questions held out from training; for an endless task (arithmetic) they are drawn separately,
-    and may coincide with training questions."""
+    """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal an evaluation question, apart from
+    white space and system messages. null: questions held out from training; for an endless task (arithmetic) they are drawn separately, and
+    may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
     pass_reward: Real = 1.0
     """Lowest reward with which an episode passes, for pass@k."""

@@ -30,8 +30,8 @@ class LogSection(Section):
     checkpoint needs them. A full log ends the run without loss: raise this, or save checkpoints more often (trainer.checkpoint_every)."""
     piece_tokens: NonNegative = 1024
     """Tokens after which an unfinished response is recorded. Responses are sampled in consecutive requests of this many tokens, so a
-    stopped run loses no more than that of each. 0: only finished responses are recorded. Has no effect with rollout.interruption
-    abort_retry or drain."""
+    stopped run loses at most this many tokens of each response. 0: only finished responses are recorded. Has no effect with
+    rollout.interruption abort_retry or drain."""
 
     @model_validator(mode="after")
     def _check(self) -> LogSection:

@@ -20,7 +20,7 @@ class McpServer(Section):
     env: dict[str, str] = Field({})
     """Environment variables for the command, which inherits only HOME, LOGNAME, PATH, SHELL, TERM and USER from the rollout worker."""
     env_from: tuple[str, ...] = ()
-    """Names of further variables that the command inherits; for secrets, which do not belong in the configuration."""
+    """Names of variables of the rollout worker that the command inherits, too; for secrets, which do not belong in the configuration."""
     cwd: Path | None = None
     """Working directory of the command; null: the rollout worker's."""
     url: str | None = None
@@ -28,7 +28,7 @@ class McpServer(Section):
     token_env: str | None = None
     """Environment variable of the rollout worker that holds the bearer token for the URL."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy gets, by the server's names for them; none listed: all."""
+    """Tools that the policy gets, by the server's names for them; none given: all."""
     prefix: str = ""
     """Prefix for the names of this server's tools, in case two servers have tools of the same name."""
     start_timeout_s: Seconds = 30.0

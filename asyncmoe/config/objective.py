@@ -82,8 +82,8 @@ class KLSection(Section):
     """Penalty for moving away from the reference policy: the weights training started from."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the penalty; 0: none. A penalty costs a second copy of the weights and an extra forward pass. Lower it if the policy does
-    not move."""
+    """Weight of the penalty; 0: none. A penalty costs a second copy of the weights and an extra forward pass. Lower the weight if the
+    policy does not move."""
     estimator: Estimator = "k3"
     """k1, k2, k3: Schulman's estimators, without importance weights; the gradient of k1 is zero in expectation. unbiased: k3 times the
     ratio of trainer to engine (DeepSeek-V3.2)."""
@@ -114,7 +114,7 @@ class ObjectiveSection(Section):
     rloo: reward minus the mean of the other responses; opo: reward minus the group's mean weighted by length; pass_at_k: for a group's best
     response its lead over the second best, divided by the group's deviation, and 0 for the others; reinforce_plus_plus: reward normalised
     over the batch's tokens; reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which
-    gives every group of equal rewards the same small advantage; gdpo: grpo's advantage of each metric beside the reward, then their sum
+    gives every group of equal rewards the same small advantage; gdpo: the sum of grpo's advantages of all metrics beside the reward,
     normalised over the batch; or your own function (docs/guides/objective.md)."""
     advantage_options: dict[str, Any] | None = None
     """Keyword arguments of your own function. For gdpo: weights, a mapping from names of metrics to numbers; null: each metric has weight
@@ -125,8 +125,8 @@ class ObjectiveSection(Section):
     loss_options: dict[str, Any] | None = None
     """Keyword arguments of your own function."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio that is clipped, of the current policy to the policy of proximal. token: each token's own; sequence: the geometric mean
-    over the sequence (GSPO)."""
+    """The ratio that is clipped: the current policy over the policy that proximal names. token: each token's own; sequence: the geometric
+    mean over the sequence (GSPO)."""
     clip: Clip = "ppo"
     """ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the token's probability
     has fallen by more than clip_low or risen by more than clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE weighted
@@ -139,8 +139,8 @@ class ObjectiveSection(Section):
     """With clip ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: no bound."""
     proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     """Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra forward pass if
-    updates_per_batch is above 1; loglinear: the same policy, interpolated between engine and trainer by each token's version, without an
-    extra pass; behaviour: the engine's policy."""
+    updates_per_batch is above 1; loglinear: an approximation of that policy, interpolated between engine and trainer by each token's
+    version, without an extra pass; behaviour: the engine's policy."""
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()

@@ -11,10 +11,10 @@ class SandboxSection(Section):
     """Where the programs of the tool python run: on this machine in bubblewrap, in containers of an image, or on a server of your own."""
 
     image: str | None = None
-    """Container image with python3 (3.9 or newer) and the command `timeout`, run by docker or, if it is missing, podman. It must be on the
-    machine: nothing is pulled during a run."""
+    """Container image with python3 (3.9 or newer) and the command `timeout`, run by docker or, if it is missing, podman. The image must be
+    on the machine: nothing is pulled during a run."""
     url: str | None = None
-    """Address of a server to which programs are posted; null: programs run in bubblewrap or the image."""
+    """Address of a server to which programs are posted; null: programs run in containers of the image or, without one, in bubblewrap."""
     token_env: str | None = None
     """With url: environment variable of the rollout worker that holds a bearer token."""
 

@@ -43,15 +43,15 @@ class ScoringSection(Section):
     step_separator: str | None = Field(None, min_length=1)
     """Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."""
     concurrency: Positive | None = None
-    """Maximum calls in flight. A function or class that is not async runs in this many processes. null: 64, or for such a scorer the number
-    of cores, at most 4. Raise it if responses wait for their turn."""
+    """Maximum calls in flight. A function or class that is not async runs in this many processes. null: for such a scorer the number of
+    cores, at most 4; for all others 64. Raise it if responses wait for their turn."""
     timeout_s: Seconds = 10.0
     """Seconds one call may take."""
     deadline_s: Seconds = 600.0
     """Seconds the scoring of one response may take, including all waiting and retries."""
     retries: NonNegative = 2
-    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline instead. 0: no call is
-    retried."""
+    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline instead. 0: no call is retried
+    at all."""
     try_first: bool = True
     """Before engines start, score the reference answer of the first prompt with the scorer and the teacher; the run ends if that fails. Set
     false for an endpoint that is not ready by then."""

@@ -37,7 +37,7 @@ class ColumnsSection(Section):
     answer: str | None = "answer"
     """Column of the answer: text or a number; of a text with ####, only the part after the last #### counts. null: no answers."""
     keep: tuple[str, ...] | None = None
-    """Other columns that scorers and environments receive; null: all. Their values must fit into JSON."""
+    """Columns besides question and answer that scorers and environments receive; null: all. Their values must fit into JSON."""
 
 
 class SourceSection(Section):

@@ -47,12 +47,12 @@ class ProfileSection(Section):
 
 
 class SamplesSection(Section):
-    """Trajectories kept in run.dir/samples for `asyncmoe show` (docs/guides/samples.md). Only the folder's owner can read it, and it holds
-    at most 256 MiB. The groups are drawn at random with run.seed. At most 8,192 tokens of a prompt and 8,192 of the text after it are kept;
+    """Trajectories kept in run.dir/samples for `asyncmoe show` (docs/guides/samples.md). Only its owner can read the folder, which holds at
+    most 256 MiB. The groups are drawn at random with run.seed. At most 8,192 tokens of a prompt and 8,192 of the text after it are kept;
     the middle of a longer text is left out."""
 
     groups: NonNegative = 2
-    """Groups to keep from every rollout.groups_per_step, including rejected and dropped groups; 0: none."""
+    """Groups to keep of every rollout.groups_per_step groups, rejected and dropped ones included; 0: none."""
 
 
 class TelemetrySection(Section):

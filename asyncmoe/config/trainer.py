@@ -47,8 +47,8 @@ class OptimizerSection(Section):
 
 
 class MemorySection(Section):
-    """Ways, besides recomputation, to save the trainer's GPU memory at the cost of time; see docs/guides/memory.md. All need a GPU and
-    shard the optimizer's state (optimizer.distributed)."""
+    """Ways, besides recomputation, to save the trainer's GPU memory at the cost of time; see docs/guides/memory.md. All need a GPU and a
+    sharded optimizer state (optimizer.distributed)."""
 
     optimizer_offload: Fraction = 0.0
     """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) kept in host memory and updated by the CPU
@@ -148,10 +148,11 @@ class TrainerSection(Section):
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints kept on disk; older ones are deleted, except those that keep_every keeps."""
     keep_every: NonNegative = 0
-    """Steps between checkpoints that are never deleted: the first checkpoint at or after each multiple of this. 0: none."""
+    """Steps between checkpoints that are never deleted: the first one at or after each multiple of this number. 0: no checkpoint is
+    exempt."""
     checkpoint_copy: str | None = Field(None, min_length=1)
     """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied there, to a folder named
-    after run.dir. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
+    after run.dir. `asyncmoe checkpoints RUN --restore URL` restores a copy. null: no copies."""
     timeout_s: Seconds = 600.0
     """Seconds a collective of the trainer ranks may wait before the run fails."""
     max_restarts: NonNegative = 2

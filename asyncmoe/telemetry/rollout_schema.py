@@ -34,7 +34,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's counters and gauges.
 
     Started, accepted, rejected, dropped and requeued trajectories are counted since the run began: a restarted controller takes the counts
-    over from the log. Other counters, including those of tokens, start at 0 with each controller, unless their descriptions say otherwise.
+    over from the log. Other counters, such as those of tokens, start again at 0 when the controller restarts, unless their descriptions say
+    otherwise.
     """
 
     time: Annotated[float, "Unix seconds."]

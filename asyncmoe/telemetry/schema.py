@@ -30,7 +30,7 @@ What = Literal["wait", "train", "sync", "generate", "pause"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the trainer. A number that is not finite is None (null), too.
+    """One step of the trainer. A number that was not measured or is not finite is None (null).
 
     The step lasted from `time - step_seconds` to `time`, and includes waiting for a batch, training, and weight sync.
     """

@@ -29,7 +29,8 @@ def check(config: Config) -> None:
     """Refuse a second place that does not respond, or that has copies although the run has no checkpoint.
 
     Raises:
-        UserError: see `copies.place_of`; or the place fails, or has copies of another run, or copies to restore first.
+        UserError: as `copies.place_of`; the place fails; or it has copies although the run has no checkpoint: they are another run's, or
+            must be restored before the run starts.
     """
     url, run_dir = config.trainer.checkpoint_copy, config.run.dir
     if url is None:

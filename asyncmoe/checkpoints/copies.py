@@ -1,7 +1,7 @@
 """Copies of checkpoints in a second place, an fsspec URL: `URL/NAME OF THE RUN'S DIRECTORY/step-00000012/`.
 
-Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, any other
-counts as absent. Files are digested before sending and after restoring.
+Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, and a copy
+without one counts as absent. Files are digested before sending and after restoring.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def send(checkpoint: Path, place: SecondPlace) -> None:
         place.files.put_file(str(checkpoint / name), f"{folder}/{name}")
         place.files.invalidate_cache()
         if (size := place.files.info(f"{folder}/{name}")["size"]) != sealed.nbytes:
-            raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=sealed.nbytes)
+            raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=f"{sealed.nbytes} bytes")
     with place.files.open(f"{folder}/{MANIFEST}", "wb") as file:
         file.write(manifest.text_of(listed))
 
@@ -116,7 +116,7 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
     """Restore a copy as a checkpoint of the run, and return its directory. The caller holds the run's lock.
 
     Args:
-        step: None: the newest complete copy.
+        step: the copy's step; None: the step of the newest complete copy.
 
     Raises:
         DataError: there is no such copy, it is damaged, or the run has an undamaged checkpoint of this step.

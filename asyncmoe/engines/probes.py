@@ -54,8 +54,8 @@ def check(probe: Probe) -> None:
     """
     sizes = [len(tokens) for tokens in probe.tokens]
     if not sizes or min(sizes) < 2 or sum(sizes) > MAX_PROBED or sizes != [len(values) for values in probe.logprobs]:
-        expected = f"at least 2 tokens each, at most {MAX_PROBED} in all, and as many log-probabilities"
-        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens, expected {expected}")
+        expected = f"texts of at least 2 tokens each and at most {MAX_PROBED} together, with a log-probability for each token"
+        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens together, expected {expected}")
     if not all(math.isfinite(value) for values in probe.logprobs for value in values):
         raise ProtocolError("probe: a log-probability is not finite")
 

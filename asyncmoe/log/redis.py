@@ -120,7 +120,7 @@ class RedisLog(Log):
         server.check()
         until = time.monotonic() + _LOCK_S + 1.0
         while not self._call(self._hold):
-            if time.monotonic() >= until:  # until then, the holder may have ended without releasing it
+            if time.monotonic() >= until:  # until then, the lock may be that of a process that ended without releasing it
                 raise self._taken()
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
@@ -183,7 +183,7 @@ class RedisLog(Log):
     def _taken(self) -> UserError:
         holder = (self._call(lambda client: client.get(self._lock)) or b"one that has ended ?").decode(errors="replace")
         got = f"{self._server.name} {self._all}*, in use by another process ({holder.rpartition(' ')[0]})"
-        return UserError("log", got=got, expected="one controller of a run, and one of each worker", hint="end that process")
+        return UserError("log", got=got, expected="one controller per run, one process per worker", hint="end that process")
 
     def _hold(self, client: Any) -> bool:
         """Take or renew the lock; return False if another process has it."""
@@ -204,7 +204,7 @@ class RedisLog(Log):
         return int(self._call(lambda client: client.memory_usage(self._key, samples=0)) or 0)
 
     def _beat(self) -> None:
-        """Renew the lock, and check that the server is still safe. If it does not answer, writers wait and report it."""
+        """Renew the lock, and check that the server is still safe. If the server does not answer, writes wait and report it."""
         try:
             if not self._hold(self._server.client):
                 raise self._taken()

@@ -97,7 +97,7 @@ class Leases:
         return replace(self, asked={step: terms for step, terms in self.asked.items() if step in self.answers})
 
     def reopen(self, step: int) -> Leases:
-        """Return the leases for a trainer that returns to `step`: none is asked for or decided yet, but `step` and later ones may be."""
+        """Return the leases for a trainer that returns to `step`: it may ask for `step` and later steps, and none of them is decided."""
         return Leases(step, min(self.last_commit, step - 1))
 
 

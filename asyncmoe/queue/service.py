@@ -28,7 +28,7 @@ class QueueService:
         self.left = False
 
     async def __call__(self, request: QueueRequest) -> Reply:
-        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` for one out of turn."""
+        """Answer a request. Raises the queue's errors; `ConfigError`: a different configuration; `ProtocolError`: it is out of turn."""
         match request:
             case Hello():
                 return self._welcome(request)
@@ -49,10 +49,11 @@ class QueueService:
         if self._world is None:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
-            raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected one below {self._world} of {self._world}")
+            raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected rank 0 to {self._world - 1} of {self._world}")
         trained = self._queue.trained_steps
         if hello.step != trained:
-            raise ProtocolError(f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}; restart both")
+            counts = f"rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}"
+            raise ProtocolError(f"hello: {counts}; restart the controller and the trainer")
         return Welcome(self._run, self._queue.version)
 
     def _goodbye(self, goodbye: Goodbye) -> None:

@@ -67,8 +67,8 @@ def run(config: Config, run_dir: Path) -> None:
 
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so there was nothing to save.
-        UserError: the task, an answer, scorer, environment, tokenizer, a port or the engines' Python is unusable, or
-            the run has another controller; nothing was sampled.
+        UserError: the task, an answer, the scorer, the environment, the tokenizer, a port or the engines' Python is unusable, or the run
+            has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """

@@ -20,8 +20,8 @@ TRIES = 100
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
-    A question whose demonstration is too long or fails is replaced by a later question. Only the numbers decide which, so a resumed
-    warm-up uses the same one.
+    A question whose demonstration is too long or fails is replaced by a later question. Only the numbers decide by which, so a resumed
+    warm-up uses the same questions.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.
@@ -37,7 +37,7 @@ class Demonstrations:
         """Return the demonstration with this number.
 
         Raises:
-            DataError: `TRIES` questions in a row are too long or fail, or see `Task.demonstration`.
+            DataError: `TRIES` questions in a row are too long or fail; or as `Task.demonstration`.
         """
         why = ""
         for question in range(index, index + TRIES * self._total, self._total):

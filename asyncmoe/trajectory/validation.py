@@ -22,8 +22,8 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
             log-probability, the teacher's included, is not finite or is positive; a reward is not finite; a token that was not sampled has
             a step reward, a teacher's log-probability or a version; only some sampled tokens have versions (a demonstration has none at
             all), or a version is from the future; required routes, masks, step rewards or teacher's log-probabilities are missing; routes
-            are of other layers; a token that another path trains counts as sampled; a token is not among the ids from which it was
-            sampled; routes or masks are corrupted.
+            do not fit `recording.routing`; a token that another path trains counts as sampled; a token is not among the ids from which it
+            was sampled; routes or masks are corrupted.
     """
     t = trajectory
     _validate_arrays(t)
@@ -48,7 +48,7 @@ def _validate_arrays(t: Trajectory) -> None:
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
     if not (0 <= t.forked < len(t) and 0 <= t.parent <= t.branch) or t.loss_mask[: t.forked].any():
         detail = f"path {t.branch} of {len(t)} tokens shares its first {t.forked} with path {t.parent}"
-        raise TrajectoryRejected("bad_fork", f"{t.key}: {detail}, expected fewer tokens, none sampled, of an earlier path")
+        raise TrajectoryRejected("bad_fork", f"{t.key}: {detail}, expected an earlier path, and fewer shared tokens, none sampled here")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
@@ -115,7 +115,7 @@ def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> 
         raise TrajectoryRejected("length_mismatch", f"{t.key}: got routes of {routes.rows} tokens, expected {len(t) - 1}")
     got = (routes.layers, routes.top_k, routes.experts)
     if routing is not None and got != (routing.layers, routing.top_k, routing.experts):
-        detail = f"got {len(routes.layers)} layers, top {routes.top_k} of {routes.experts}, expected those of {routing}"
+        detail = f"got routes of {len(routes.layers)} layers, top {routes.top_k} of {routes.experts} experts, expected {routing}"
         raise TrajectoryRejected("routes_wrong_layers", f"{t.key}: {detail}")
     check_routes(routes, t.key)
 
@@ -135,5 +135,5 @@ def _validate_masks(t: Trajectory, encoded: EncodedMasks, recording: Recording) 
         raise TrajectoryRejected("no_mask", f"{t.key}: token {int(np.argmax(bare))} was sampled but has no mask")
     missing = token_outside(masks, t.tokens)
     if missing is not None:
-        detail = f"token {missing}, {t.tokens[missing]}, is not among the {masks.counts[missing]} ids it was sampled from"
+        detail = f"token {missing}: id {t.tokens[missing]} is not among the {masks.counts[missing]} ids from which it was sampled"
         raise TrajectoryRejected("mask_without_token", f"{t.key}: {detail}")

@@ -343,7 +343,7 @@ def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_pat
         old._beat = lambda: None  # type: ignore[method-assign]  # as if suspended: its lock expires
         with closing(redis_log(server.url)) as new:
             await keep(new, b"two")
-            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller of a run, "):
+            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller per run, "):
                 await keep(old, bytes(100))
             old.close()
             await keep(new, b"three")

@@ -2,7 +2,7 @@
 only what is new.
 
 One part is an exception: a request aborted while it waits in the queue ends with a part that repeats all log-probabilities
-(`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, which counts all of them in every part, tells the two apart.
+(`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, a count of all of them in every part, reveals that part.
 """
 
 from __future__ import annotations

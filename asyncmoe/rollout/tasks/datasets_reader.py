@@ -1,6 +1,7 @@
-"""Rows of data sets: text files, and what Hugging Face's `datasets` reads, which are files of Arrow, saved data sets, and the hub.
+"""Rows of data sets: text files, and what Hugging Face's `datasets` reads: Parquet and Arrow files, saved data sets, and those on the hub.
 
-`datasets` would guess the types of text files. What it reads is memory-mapped: only the indices of the kept rows are in memory.
+`datasets` does not read text files here, because it would guess their types. What it reads is memory-mapped: only the indices of the kept
+rows are in memory.
 """
 
 from __future__ import annotations

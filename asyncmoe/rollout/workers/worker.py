@@ -93,7 +93,7 @@ class Worker:
         return tuple(map(summed_up, await self._evaluated[name](prompt, place)))
 
     async def show(self, first: int, count: int) -> list[Group]:
-        """Make demonstrations, and return a group of one for each trajectory, once its payload is in the log.
+        """Make demonstrations, and return a group for each trajectory, once the groups' payloads are in the log.
 
         Raises:
             DataError: see `asyncmoe.rollout.demonstrations.Demonstrations`.

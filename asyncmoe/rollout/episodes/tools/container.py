@@ -38,7 +38,7 @@ class Container(sandbox.Sandbox):
     def command(self, name: str) -> list[str]:
         """See `Sandbox`."""
         memory = str(self.limits.memory_bytes + self.limits.file_bytes + _REST_BYTES)
-        podman = self._runtime == "podman"  # refuses nr_inodes, and would make /tmp and others writable, in memory without a limit
+        podman = self._runtime == "podman"  # refuses nr_inodes, and would make /tmp and other paths writable, in memory without a limit
         files = f"rw,nosuid,nodev,noexec,size={self.limits.file_bytes},mode=1777" + ("" if podman else ",nr_inodes=4096")
         confined = [
             *("--rm", "--interactive", "--name", name, "--pull", "never", "--log-driver", "none", "--network", "none", "--ipc", "none"),

@@ -17,7 +17,7 @@ class ToolError(AsyncmoeError):
 
     Args:
         reason: `ERROR`: the argument was wrong, or the code in it raised; the model learns from this, so `detail` is an observation like
-            any other. `TIMEOUT`: no answer in time. `KILLED`: a signal ended the policy's program. `FLOOD`: its answer exceeded the limit;
+            any other. `TIMEOUT`: no answer in time. `KILLED`: a signal ended the policy's program. `FLOOD`: the answer exceeded its limit;
             `detail` begins with the answer. `CRASH`: the tool itself failed, whatever the policy asked.
         detail: description of the failure, for the model.
     """

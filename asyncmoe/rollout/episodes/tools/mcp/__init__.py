@@ -40,7 +40,7 @@ class McpTools:
 
     Args:
         servers: the keys of each server by its name, as in the configuration; mappings are checked here.
-        sessions: maximum sessions at once; every server that an episode may call counts, called or not.
+        sessions: maximum sessions at once; each episode counts one for every server, called or not.
         own: tools that no server provides.
 
     Attributes:
@@ -88,7 +88,7 @@ class McpTools:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Give calls within the block, and in tasks started there, their own sessions; within another episode's block, use its sessions."""
+        """Give calls within the block, and in tasks started there, their own sessions. An inner block uses those of the outer one."""
         if self._places is None or self._current.get() is not None:
             yield
             return

@@ -86,7 +86,7 @@ def rebuild(*, gpu: bool = False, archs: str = "") -> str:
 
 def rebuild_with_kernels() -> str:
     """Return how to rebuild the extensions with their CUDA kernels."""
-    return f"{rebuild(gpu=True)}, which {'brings nvcc' if from_checkout() else 'needs nvcc'} and insists on the kernels"
+    return f"{rebuild(gpu=True)}, which {'installs nvcc' if from_checkout() else 'needs nvcc'} and fails without the kernels"
 
 
 def need(module: str, what: str) -> None:

@@ -109,8 +109,8 @@ def check_new(what: str, out: Path) -> None:
 
 
 def try_place(what: str, directory: Path) -> str:
-    """Create a folder where `directory` is or would be, and remove it without a trace. Return why nothing can be created there, as below
-    /proc or a dangling link, else "".
+    """Create a folder where `directory` is or would be, and remove it without a trace. Return why nothing can be created there, for example
+    below /proc or a dangling link, else "".
 
     Args:
         what: as for `writing`.

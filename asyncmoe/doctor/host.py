@@ -39,10 +39,10 @@ def open_files(config: Config | None) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + 2 * (config.max_concurrent if config is not None else 0)
     if soft >= needed:
-        return finding.ok(f"{soft}, of at most {hard}")
+        return finding.ok(f"limit {soft} (hard limit {hard})")
     root = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"
     hint = f"ulimit -n {needed} in the shell or the batch script" if hard >= needed else root
-    return finding.warning(f"{soft}, of at most {hard}; {needed} may be needed", hint)
+    return finding.warning(f"limit {soft} (hard limit {hard}); a run may need {needed}", hint)
 
 
 def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:

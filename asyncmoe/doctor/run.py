@@ -61,7 +61,7 @@ def ports(config: Config) -> Finding:
             hint = f"ss -ltnp 'sport = :{number}' names the process that has the port; end it, or choose another port (0: any free one)"
             return finding.error(f"{key} {number}: {os.strerror(error.errno or 0)}", hint)
     told = ", ".join(f"{key} {number}" for key, number in given.items())
-    return finding.ok(f"{told} can be listened on" if told else "the configuration takes any free ones")
+    return finding.ok(f"{told} can be listened on" if told else "the configuration uses any free ports")
 
 
 def network(config: Config) -> Finding:
@@ -83,8 +83,8 @@ def run_dir(config: Config, run: PlannedRun | None, mounts: Path = Path("/proc/s
     more = max(1, config.trainer.keep_checkpoints + 1 - kept)
     if free < more * each:
         judge = finding.error if free < each else finding.warning
-        hint = "free space, choose another run.dir, or keep fewer (trainer.keep_checkpoints)"
-        return judge(f"{told}, and the run may add {more} before it deletes one", hint)
+        hint = "free space, choose another run.dir, or keep fewer checkpoints (trainer.keep_checkpoints)"
+        return judge(f"{told}, and the run may add {more} before it deletes a checkpoint", hint)
     if address.several(config.cluster.network) and kind not in _SHARED:
         return finding.warning(f"{told}; other machines may not see it", "choose a run.dir on a file system that all machines mount")
     return finding.ok(told)

@@ -31,7 +31,7 @@ def install(folder: Path) -> None:
 
     Args:
         folder: a new folder that only this user may enter. The ranks of one machine meet in a file there (`RANKS_STORE` in their
-            environment names it); ranks of several machines meet at their address, and nothing listens elsewhere.
+            environment names it); ranks of several machines meet at the trainer's address, and nothing listens elsewhere.
     """
     module: Any = static_tcp_rendezvous
     module.create_rdzv_handler = lambda params: _Static(_create(params), folder / "ranks")

@@ -37,7 +37,7 @@ from asyncmoe.trajectory import NOTHING
 
 def evaluate(model: Path, config: Config) -> list[Evaluation]:
     """Start the configured engines with a model on this machine, ask them the questions of every evaluation set, and end them. Return the
-    result of each set, as one of version 0.
+    result of each set, as an evaluation of version 0.
 
     Args:
         model: directory of a Hugging Face checkpoint, or the id of one on the hub.

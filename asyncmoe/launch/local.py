@@ -82,7 +82,7 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     Args:
         known: errors that are raised with those found here.
         weights: the model's weights are on this machine; their headers are then compared with its configuration.
-        whole: also try tasks, scorer, teacher and environment, as the first worker of a run does; done anyway if the run is refused.
+        whole: also try tasks, scorer, teacher and environment, as the first worker of a run does; always done if another check fails.
 
     Raises:
         UserError: names everything that cannot be used: the model, the engines' Python, the user's own parts, the run directory.
@@ -188,7 +188,7 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
     """Refuse the directory of a key if it cannot be created or written to; a folder created for this check is removed.
 
     Raises:
-        ConfigError: it cannot be created, as below /proc or a dangling link.
+        ConfigError: it cannot be created, for example below /proc or a dangling link.
         StorageError: see `asyncmoe.storage.writing`; a parent is a file, or this user may not write there.
     """
     if barren := storage.try_place("run directory" if key == "run.dir" else key, directory):
@@ -231,7 +231,8 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
         return
     limit = sglang_arguments.number(config.engines.args, "--max-lora-rank")
     if limit is not None and kind.rank > limit:
-        raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
+        expected = f"at most {limit}, the --max-lora-rank of engines.args"
+        raise ConfigError("lora.rank", got=kind.rank, expected=expected, hint="raise --max-lora-rank, or lower lora.rank")
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))
 
@@ -250,8 +251,8 @@ class _LocalParts:
         return child
 
     def end(self, name: str, engine_s: float = 0.0) -> None:
-        """End a part: the trainer gets time to stop, others are killed after `engine_s`, because a hanging one must not wake up beside its
-        successor."""
+        """End a part: the trainer gets time to stop; any other part is killed after `engine_s`, because a part that hangs must not wake up
+        beside its successor."""
         if (child := self._children.get(name)) is not None:
             child.end(STOP_GRACE_S if name == TRAINER else engine_s)
         if name == TRAINER:

@@ -19,7 +19,7 @@ from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
 _OWN_S, _WRITES_S = 3.0, 0.1
-"""Maximum seconds until a process begins to write its stacks, and seconds it then gets to finish: it writes a line at a time."""
+"""Maximum seconds until a process begins to write its stacks, and seconds it then gets to finish, because it writes a line at a time."""
 
 
 def stacks(run_dir: Path) -> Iterator[str]:

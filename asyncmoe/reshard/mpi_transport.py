@@ -22,7 +22,7 @@ class MpiTransport:
     The constructor is collective over the communicator.
 
     Args:
-        communicator: None: MPI.COMM_WORLD.
+        communicator: the communicator to duplicate; None: MPI.COMM_WORLD.
 
     Raises:
         ConfigError: mpi4py is not installed, or MPI was initialised for only one thread.

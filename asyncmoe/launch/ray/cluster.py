@@ -63,7 +63,7 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
     group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy=planning.strategy(wanted))
     try:
         if not wait_until(lambda: group.wait(_POLL_S), min(_ANSWER_S, wait_s)):
-            say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; there is {_there(ray)}")
+            say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; the cluster has {_there(ray)}")
             if not wait_until(lambda: group.wait(_POLL_S), wait_s - _ANSWER_S):
                 hint = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
                 raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), hint=hint)
@@ -109,8 +109,8 @@ def _address() -> str:
     """Return the address of the cluster's head, from RAY_ADDRESS or the file that `ray start` writes; "auto" if there is no such file.
 
     Raises:
-        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://), or the head does not answer: `ray.init` would retry for
-            minutes.
+        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://), or the head does not answer, and `ray.init` would
+            retry for minutes.
     """
     given = os.environ.get("RAY_ADDRESS") or "auto"
     if given == "auto":

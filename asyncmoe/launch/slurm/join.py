@@ -74,7 +74,7 @@ def engines_each(config: Config) -> int:
 
 
 def _task(file: str, nodes: str) -> None:
-    """Run the engine of this task, under a name unique across jobs: by default from job and node; an engine's nodes share a name."""
+    """Run the engine of this task. Its name is unique across jobs, by default from job and node; an engine's nodes share the name."""
     place, index = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_LOCALID"])
     group, node = divmod(place, int(nodes))
     name = f"engine.job{os.environ['SLURM_JOB_ID']}.group{group}.{index}" if int(nodes) > 1 else None

@@ -56,7 +56,7 @@ def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     """
     chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:
-        expected = f"conditions that some of these meet: {summary(found)}"
+        expected = f"conditions that some of the kept groups meet ({summary(found)})"
         raise DataError("samples of the run", got="no group that meets the conditions", expected=expected)
     if wanted.order == "newest":
         if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
@@ -80,7 +80,7 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
     """Print samples of a run to standard output.
 
     Args:
-        tokens: maximum tokens shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
+        tokens: maximum tokens shown of each prompt and of each response. 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
 
     Raises:
         DataError: the run has no samples, or none that meet the conditions.

@@ -54,7 +54,7 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 def _own(target: str, kind: object) -> Family:
     found = load_own(target)
     if kind not in (found.name, *found.also):
-        expected = f"model_type {' or '.join((found.name, *found.also))} in config.json, which {target} supports"
+        expected = f"a model_type that {target} supports ({' or '.join((found.name, *found.also))})"
         raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
     return found
 

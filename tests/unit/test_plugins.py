@@ -197,7 +197,7 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
     ("function", "said"),
     [
         ("whole_sequences", ""),
-        ("own_sums", "got other values if two ranks hold parts of a sequence"),
+        ("own_sums", "got different values if two ranks hold parts of a sequence"),
         ("nothing_without_tokens", "called more often for one part of some sequences than for the other"),
     ],
 )

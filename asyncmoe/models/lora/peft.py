@@ -329,5 +329,5 @@ def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, 
     if gate[:, rank:].any() or up[:, :rank].any():
         expected = f"only zeros outside gate_proj's {rank} columns and up_proj's {rank}"
         hint = f"train gate_up_proj with rank {2 * rank} and no rank_pattern"
-        raise UserError(name, got="other values", expected=expected, hint=hint)
+        raise UserError(name, got="values other than 0", expected=expected, hint=hint)
     return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}

@@ -21,7 +21,7 @@ ROWS = 128
 _PRECISE = (2, 1)
 """First Transformer Engine release whose Adam supports averages in bfloat16."""
 _BLOCKWISE = (2, 3)
-"""First release whose blockwise recipe Megatron uses."""
+"""First Transformer Engine release whose blockwise recipe Megatron uses."""
 _HOPPER = (9, 0)
 
 
@@ -30,7 +30,7 @@ def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str)
 
     Args:
         engine: whether the model is built from Transformer Engine's layers.
-        lacking: why it is not.
+        lacking: why it is not built from these layers.
 
     Raises:
         ConfigError: names the key and a fix.

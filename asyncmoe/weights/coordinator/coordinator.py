@@ -258,7 +258,7 @@ class WeightUpdateCoordinator:
             pause_ms: pauses of the engines that serve it.
 
         Raises:
-            WeightSyncError: an engine refused it, or none is left.
+            WeightSyncError: an engine refused it, or no engine is left.
         """
         # Publish before raising any error: engines that resumed already sample this version.
         if pause_ms:

@@ -126,10 +126,10 @@ class Receiver:
         self._left.set()
 
     def commit(self, version: int, update: int) -> None:
-        """Make the staged weights the worker's. Called in its main thread, between forward passes.
+        """Make the worker use the staged weights. Called in its main thread, between forward passes.
 
         Raises:
-            InvariantBroken: another update is staged, or none.
+            InvariantBroken: another update is staged, or none is.
         """
         with self._lock:
             staged, self._staged = self._staged, None

@@ -72,7 +72,7 @@ class Sender:
             return self._lead(version, expected) if self._rank == 0 else self._follow(version)
         except Exception as error:
             if self._encoder is not None:
-                self._encoder.forget()  # engines may or may not have parts of the version: the next update is full
+                self._encoder.forget()  # engines may have parts of the version, so the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
             self.met.store.resign(self._number, self._said(error))

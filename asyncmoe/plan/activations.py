@@ -180,8 +180,8 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes that a backward pass needs besides the kept ones: for one layer, or for the output layer, which comes first. On
-    CPUs, include the rotary angles of all rows, which layers share, and the norm before the output layer."""
+    """Return the peak bytes that a backward pass needs besides the kept ones: the larger of what one layer and what the output layer needs.
+    On CPUs, include the rotary angles of all rows, which layers share, and the norm before the output layer."""
     kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
     if stage == parallel.pp - 1:

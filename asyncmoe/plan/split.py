@@ -3,10 +3,11 @@
 1. An engine is within a node if it fits there, else over the fewest nodes (2, 4, ...) on which it fits. Of its sizes, those that stage new
    weights during generation are preferred, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
    `memory.LEAST` conversations are excluded. An engine runs as many conversations of half the context as fit into its cache, at most 256.
-2. On given nodes the trainer's sizes are the first that fit in this order: the smallest share of the optimizer's state in host memory, in
-   quarters; the fewest context-parallel ranks, each with at least `_LEAST_ROWS` rows of a context; expert parallelism within a node; the
-   fewest pipeline stages; no recomputation; then the least tensor parallelism, which is always within a node. Pipeline stages are equal,
-   except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
+2. On given nodes the trainer gets the sizes that fit and are preferred by these criteria, each of which only breaks ties of those before
+   it: less of the optimizer's state in host memory (in quarters); fewer context-parallel ranks; expert parallelism within a node; fewer
+   pipeline stages; no recomputation; less tensor parallelism; less expert parallelism. Tensor parallelism is always within a node, and a
+   context-parallel rank has at least `_LEAST_ROWS` rows of a context. Pipeline stages are equal, except that the first and last share the
+   remainder. The optimizer's state is sharded over data-parallel ranks.
 3. The smallest split gives the trainer the fewest nodes on which such sizes fit. The balanced split gives it the multiple of this number
    with which the slower side is fastest (`asyncmoe.plan.speeds`). Any multiple fits: more data-parallel ranks never need more memory.
 """

@@ -10,8 +10,9 @@ Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_
 Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
             `over(N)` when the trainer is done with the version
 Delta N     in a meeting with deltas, before the header: every trainer rank encodes its changes and sets `offer(N, rank)`; rank 0 decides
-            whether the update is a delta, and sets `coming(N, rank)` for every engine rank. A receiver that doubts its memory, or what
-            it received, says so in its `Outcome`; `end(N)` is then doubtful too, and the version is sent again in full
+            whether the update is a delta, and sets `coming(N, rank)` for every engine rank. A receiver whose weights, or
+            whose received messages, do not fit the delta sets `doubtful` in its `Outcome`; rank 0 then sets it in `end(N)`, too, and
+            the version is sent again in full
 Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
 
 A message with a failure says why its author cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and

@@ -17,8 +17,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of
-from asyncmoe.reshard.layout import MAX_DIMS
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, row_major_strides
 from asyncmoe.reshard.plan import (
     CAST,
     DESTINATION,
@@ -106,14 +105,10 @@ def seed_of(name: str) -> int:
 
 def _elements(tensors: Tensors, copies: np.ndarray) -> np.ndarray:
     """Return copies (`Transfer.copies`) with the canonical tensors as row-major sources."""
-    extent = tensors.extent[copies[:, TENSOR]]
-    step: np.ndarray = np.ones_like(extent)
-    for k in range(MAX_DIMS - 2, -1, -1):
-        step[:, k] = step[:, k + 1] * extent[:, k + 1]
     rows = copies.copy()
     rows[:, SOURCE] = rows[:, TENSOR]
-    rows[:, SOURCE_OFFSET] = (rows[:, START] * step).sum(1) * rows[:, ITEM]
-    rows[:, SOURCE_STRIDES] = step * rows[:, ITEM, None]
+    rows[:, SOURCE_STRIDES] = row_major_strides(tensors.extent[rows[:, TENSOR]], rows[:, ITEM])
+    rows[:, SOURCE_OFFSET] = (rows[:, START] * rows[:, SOURCE_STRIDES]).sum(1)
     return rows
 
 

@@ -188,7 +188,7 @@ def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
 
 
 def row_major_strides(extents: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """Return int64[n, MAX_DIMS]: strides of boxes (int64[n, MAX_DIMS] extents), stored row-major, of elements of `item` (int64[n]) bytes."""
+    """Return int64[n, MAX_DIMS]: strides of boxes (int64[n, MAX_DIMS] extents), stored row-major, of elements of `item` bytes."""
     return np.column_stack([extents[:, k + 1 :].prod(1) * item for k in range(MAX_DIMS)])
 
 

@@ -47,15 +47,12 @@ class DeltaLane:
     """A transfer in an exchange.
 
     Attributes:
-        source, destination: ranks.
         chunks: its messages, as the exchange cuts them.
         elements: as `chunks.copies`, but the source columns describe the canonical tensor: its number, and offset and strides in it, in
             elements times ITEM.
         table: maps the elements to canonical tensors and to their locations at the destination.
     """
 
-    source: int
-    destination: int
     chunks: Chunks
     elements: np.ndarray
     table: _C.DeltaTable
@@ -90,8 +87,7 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) 
             copies = _elements(plan.match.sources.tensors, transfer.copies)
             chunks = cut_transfer(plan, transfer, *cut, most=BLOCK_BYTES)
             elements = cut_transfer(plan, replace(transfer, copies=copies), *cut, most=BLOCK_BYTES).copies
-            table = _table(elements, chunks.firsts, seeds)
-            lanes.append(DeltaLane(transfer.source, transfer.destination, chunks, elements, table))
+            lanes.append(DeltaLane(chunks, elements, _table(elements, chunks.firsts, seeds)))
         elif (transfer.copies[:, SOURCE] != NO_SOURCE).any():
             got = f"elements that rank {transfer.source} copies from itself"
             raise LayoutError("plan of an exchange of deltas", got=got, expected="messages between ranks only")

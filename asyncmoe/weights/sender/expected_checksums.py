@@ -17,6 +17,7 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.platform import collectives
 from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard import Plan, RankLayout, exchange, plan_each
+from asyncmoe.reshard.bucket import grouped
 from asyncmoe.reshard.checksum import engine_checksums
 from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import Storage
@@ -130,7 +131,7 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         engine: the layouts of an engine's ranks.
         bucket_bytes: maximum size of a share, unless the share is a single parameter with its scales, if any.
     """
-    groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
+    groups = [(rank, names) for rank, layout in enumerate(engine) for names in grouped(_with_scales(layout.storages), bucket_bytes)]
     of_rank = [layout.pieces_by_storage for layout in engine]
     for first in range(0, len(groups), world):
         shares = []
@@ -140,17 +141,8 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         yield shares
 
 
-def _grouped(storages: Mapping[str, Storage], bucket_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of storages in groups of at most `bucket_bytes`; scales stay with their weights."""
-    group: list[str] = []
-    filled = 0
+def _with_scales(storages: Mapping[str, Storage]) -> Iterator[tuple[list[str], int]]:
+    """Yield each storage with its scales, if any, as (names, total bytes)."""
     for name in (name for name in storages if not (name.endswith(SCALES) and name.removesuffix(SCALES) in storages)):
-        names = [name, name + SCALES] if name + SCALES in storages else [name]
-        nbytes = sum(storages[one].nbytes for one in names)
-        if group and filled + nbytes > bucket_bytes:
-            yield group
-            group, filled = [], 0
-        group += names
-        filled += nbytes
-    if group:
-        yield group
+        names = [one for one in (name, name + SCALES) if one in storages]
+        yield names, sum(storages[one].nbytes for one in names)

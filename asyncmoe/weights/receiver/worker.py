@@ -106,7 +106,10 @@ class Receiver:
         if not terms.in_place:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            self._decoder = deltas.decoder_of(plan, self._join.rank, terms, self._side) if terms.delta else None
+            if terms.delta:
+                rank, size, side = self._join.rank, terms.bucket_bytes, self._side
+                # One thread, because the engine generates at the same time.
+                self._decoder = DeltaDecoder(plan, rank, bucket_bytes=size, threads=1, stream=side.handle, relieve=side.relieve)
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:

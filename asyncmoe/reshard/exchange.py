@@ -74,7 +74,7 @@ class Exchanger:
         delta: bool = False,
         watch: Watch = nothing_to_watch,
     ) -> None:
-        self._relieve, self._watch = relieve, watch
+        self._relieve = relieve
         self._buffers, self._threads, self._stream, self._timeout_s = buffers, threads, stream, timeout_s
         self.rank, self._plan, self._of_plan = transport.rank, plan, int(plan.digest[:16], 16)
         cuts = cuts_of(plan, bucket_bytes)
@@ -99,7 +99,10 @@ class Exchanger:
         into = [_lane(chunks, chunks.source, delta) for chunks in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(self._buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
-        self._link = self._connect(transport, out, into)
+        if isinstance(transport, SharedTransport):
+            self._link: Link = transport.connect(out, into, buffers, timeout_s)
+        else:
+            self._link = MessageLink(transport, out, into, buffers, watch)
         self._whole = self._lanes = out, into
         self._sent_as = self._received_as = list[list[range]]()  # the coded messages in each message of each lane
 
@@ -287,11 +290,6 @@ class Exchanger:
             number = self._gpu.mismatch(program)
             if number >= 0:
                 raise _damaged(chunks, number)
-
-    def _connect(self, transport: Transport | SharedTransport, out: list[Lane], into: list[Lane]) -> Link:
-        if isinstance(transport, SharedTransport):
-            return transport.connect(out, into, self._buffers, self._timeout_s)
-        return MessageLink(transport, out, into, self._buffers, self._watch)
 
 
 def exchange(

@@ -59,17 +59,10 @@ class Store:
         self._looked = 0.0
         self._peer = "the trainer's rank 0" if self._file else f"the trainer's rank 0 at {host}:{port}"
         self._at = host, port
-        c10d: Any = dist
-        limit = timedelta(seconds=timeout_s)
-        mine: dict[str, Any] = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
+        if self._file is not None and not is_held(self._file):
+            raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
         try:
-            if self._file is None:
-                store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
-            elif is_held(self._file):
-                store = open_store(self._file)
-                store.set_timeout(timedelta(seconds=_FILE_S))
-            else:
-                raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
+            store = open_at(host, port, timedelta(seconds=_FILE_S if self._file else timeout_s), hosted)
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
         self._store: Any = _c10d.PrefixStore(group, store)
@@ -218,6 +211,17 @@ class Store:
             if not is_held(self._file):
                 raise StoreGone(f"{self._peer} is gone")
             self._looked = time.monotonic()
+
+
+def open_at(host: str, port: int, timeout: timedelta, hosted: Hosted | None) -> Any:
+    """Return torch's store at a place; arguments as for `Store`."""
+    if port == 0:
+        store = open_store(host)
+        store.set_timeout(timeout)
+        return store
+    mine = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
+    c10d: Any = dist
+    return c10d.TCPStore(host, port, timeout=timeout, wait_for_workers=False, **mine)
 
 
 def _pause(waited_s: float) -> None:

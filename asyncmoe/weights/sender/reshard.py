@@ -119,9 +119,6 @@ class ReshardPublisher(Publisher):
         running, self._running = self._running, None
         return running.result()
 
-    def close(self) -> None:
-        self._disperse()
-
     @cached_property
     def _sources(self) -> WeightSources | AdapterSources:
         adapter = self._model.adapter
@@ -193,7 +190,7 @@ class ReshardPublisher(Publisher):
         """Return a sender to the current engines; if the set has changed, meet them first."""
         if self._sender is not None and self._ranks.changed(self._sender.met.roster):
             log.info("engines changed; starting a new rendezvous")
-            self._disperse()
+            self.close()
         while self._sender is None:
             if (met := self._meet()) is not None:
                 self._sender = Sender(self._ranks, met, self._sources.tensors, self._side, self._sent)
@@ -209,7 +206,7 @@ class ReshardPublisher(Publisher):
             log.warning("retrying the rendezvous with the remaining engines: %s", error)
             return None
 
-    def _disperse(self) -> None:
+    def close(self) -> None:
         if self._sender is not None:
             self._sender.leave()
             self._ranks.part(self._sender.met.store)

@@ -23,7 +23,7 @@ from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.weights.sender.publisher import Checksums
-from asyncmoe.weights.sender.sources import WeightSources
+from asyncmoe.weights.sender.sources import WeightSources, empty
 from asyncmoe.weights.sender.trained import TrainedModel
 
 HashedPart = tuple[int, RankLayout]
@@ -68,9 +68,10 @@ class ExpectedChecksums:
     def _computed(self) -> Checksums:
         self._sources.refresh()
         found: list[tuple[int, dict[str, str]]] = []
+        transport = TorchTransport(device=str(self._mesh.device))
         for plan, share in self._rounds:
-            held = {} if share is None else self._empty(share[1].storages)
-            exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
+            held = {} if share is None else empty(share[1].storages, self._mesh.device)
+            exchange(plan, transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
             if share is not None:
                 found.append((share[0], self._hashed(held, self._served[share[0]])))
         everyone = collectives.gathered(found)
@@ -84,10 +85,6 @@ class ExpectedChecksums:
     @cached_property
     def _sources(self) -> WeightSources:
         return WeightSources(self.model)
-
-    @cached_property
-    def _transport(self) -> TorchTransport:
-        return TorchTransport(device=str(self._mesh.device))
 
     @cached_property
     def _served(self) -> list[Mapping[str, Storage]]:
@@ -112,9 +109,6 @@ class ExpectedChecksums:
     def _engine(self, dtype: str) -> list[RankLayout]:
         engines = self.config.engines
         return Payload(self.model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
-
-    def _empty(self, storages: Mapping[str, Storage]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self._mesh.device) for name, one in storages.items()}
 
     def _hashed(self, held: Mapping[str, torch.Tensor], served: Mapping[str, Storage]) -> dict[str, str]:
         values = {name: tensor.cpu().to(getattr(torch, served[name].dtype)) for name, tensor in held.items()}

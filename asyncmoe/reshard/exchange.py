@@ -161,8 +161,10 @@ class Exchanger:
         for number in range(max(1, rounds + ahead)):
             if number < rounds:
                 self._pack_round(number, moved, encoder)
-            if number == 0 and encoder is None and decoder is None:
-                self._copy_local(moved)
+            if number == 0 and self._local is not None and encoder is None and decoder is None:
+                with moved.timed("local"):
+                    self._copy(self._local, 0, self._sources, self._destinations)
+                moved.local = self._local.bytes(0)
             if number >= ahead:
                 self._unpack_round(number - ahead, moved, decoder)
         with moved.timed("wire"):
@@ -191,12 +193,6 @@ class Exchanger:
         if self._closed or self._broken:
             state = "is closed" if self._closed else "failed before"
             raise InvariantBroken(f"rank {self.rank}: an exchanger that {state} was used again; make a new one")
-
-    def _copy_local(self, moved: Moved) -> None:
-        if self._local is not None:
-            with moved.timed("local"):
-                self._copy(self._local, 0, self._sources, self._destinations)
-            moved.local = self._local.bytes(0)
 
     def _resize(self, encoder: DeltaEncoder | None, decoder: DeltaDecoder | None) -> None:
         """Set the sizes of a run's messages."""

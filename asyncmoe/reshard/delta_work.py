@@ -118,7 +118,7 @@ class GpuWork:
         _C.copy_plainly(self._gpu.index, to, source, nbytes, self._stream)
 
     def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
-        self._pack(pack, number, sources, base)
+        self._program(pack).run(number, sources, one_address(base), 0, self._stream)
         there = self._there(table)
         there.read(number, np.empty(0, np.int64), base, self._stream)
         return self._found(there)[1]
@@ -127,7 +127,7 @@ class GpuWork:
         self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
     ) -> tuple[int, int, int]:
         now = self.room("now", trailer_offset(table.bytes(number)) + TRAILER_BYTES)
-        self._pack(pack, number, sources, now)
+        self._program(pack).run(number, sources, one_address(now), 0, self._stream)
         there = self._there(table)
         there.encode(number, now, base, payload, self._stream)
         return self._found(there)
@@ -141,9 +141,6 @@ class GpuWork:
         there = self._there(table)
         there.apply(number, payload, nbytes, places, write, self._stream)
         return self._found(there)[1]
-
-    def _pack(self, pack: _C.Program, number: int, sources: np.ndarray, to: int) -> None:
-        self._program(pack).run(number, sources, one_address(to), 0, self._stream)
 
     def _found(self, there: _C.DeviceDelta) -> tuple[int, int, int]:
         self._done.record(self._stream)

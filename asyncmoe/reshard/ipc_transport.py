@@ -185,7 +185,7 @@ class _IpcLink(RingLink):
 
 
 def _control(lanes: Sequence[Lane], slots: int) -> list[Lane]:
-    """Return the lanes of the control rings: the same number of slots, each the size of an IPC handle."""
+    """Return the lanes of the control rings, which have as many slots, each of the size of an IPC handle."""
     return [Lane(lane.peer, (_HANDLE_BYTES,) * used_slots(lane, slots), _HANDLE_BYTES) for lane in lanes]
 
 

@@ -144,9 +144,9 @@ class RingLink:
         self._hand_over(self._into[lane])
 
     def finish(self, timeout_s: float) -> None:
-        # A sender that left earlier would remove a ring to which its receiver has not yet attached.
+        # A sender that left now would remove rings to which receivers have not yet attached.
         for half in self._out:
-            half.wait("it to take the last message", timeout_s, needed=half.slots)
+            half.wait("to take the last message", timeout_s, needed=half.slots)
 
     def close(self) -> None:
         self._out, self._into = [], []  # a ring exists as long as a view of one of its slots

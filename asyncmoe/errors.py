@@ -172,6 +172,11 @@ class OutOfDeviceMemory(UserError):
         super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, hint=self.HINT)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; "" if it has none."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def gibibytes(nbytes: int) -> str:
     """Format a number of bytes for people."""
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 10 << 20 else f"{nbytes / (1 << 20):.2f} MiB"

@@ -289,11 +289,7 @@ def probe(directory: Path) -> OSError | None:
     """Test whether a file can be written in `directory` now. Returns the error, or None."""
     path = directory / f".probe-{os.getpid()}"
     try:
-        with path.open("wb", buffering=0) as file:
-            left = bytes(_PROBE_BYTES)
-            while left:
-                left = left[file.write(left) :]
-            os.fsync(file.fileno())
+        replace(path, bytes(_PROBE_BYTES), durable=True)
     except OSError as error:
         return error
     finally:

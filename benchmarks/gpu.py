@@ -17,7 +17,7 @@ from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
-from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, message_strides
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, row_major_strides
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.plan import DESTINATION_STRIDES, EXTENTS, ITEM, SOURCE_STRIDES, Transfer
@@ -132,7 +132,7 @@ def boxes_of(transfer: Transfer, way: str, packing: bool) -> Transfer:
     """Return the boxes of a transfer that are one run in their storage, those that are not, or, for "uneven", all."""
     copies = transfer.copies
     strides = copies[:, SOURCE_STRIDES if packing else DESTINATION_STRIDES]
-    contiguous = ((strides == message_strides(copies)) | (copies[:, EXTENTS] == 1)).all(1)
+    contiguous = ((strides == row_major_strides(copies[:, EXTENTS], copies[:, ITEM])) | (copies[:, EXTENTS] == 1)).all(1)
     chosen = copies[{"run": contiguous, "rows": ~contiguous, "uneven": np.ones_like(contiguous)}[way]]
     return replace(transfer, copies=chosen, nbytes=int((chosen[:, EXTENTS].prod(1) * chosen[:, ITEM]).sum()))
 

@@ -24,7 +24,7 @@ from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import UserError
 from asyncmoe.process import named
 from asyncmoe.rpc import address
-from asyncmoe.rpc.environment import starts_before
+from asyncmoe.rpc.environment import STARTS
 from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.rpc.peers import facts
 
@@ -82,7 +82,7 @@ async def _serve(config: Config, name: str, index: int, memory: Sequence[str], n
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    restart = starts_before()
+    restart = int(os.environ.get(STARTS) or 0)
     while True:
         try:
             if config.engines.nodes > 1:

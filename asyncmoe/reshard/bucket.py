@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from asyncmoe.reshard.layout import Piece, RankLayout, Storage
@@ -38,20 +38,22 @@ def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -
     Args:
         glued: storages that must be in the same bucket as the preceding storage of their dtype.
     """
-    pieces = layout.pieces_by_storage
-    return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes, glued)]
+    pieces, dtypes = layout.pieces_by_storage, dict.fromkeys(storage.dtype for storage in layout.storages.values())
+    groups = (names for dtype in dtypes for names in grouped(_inseparable(layout, dtype, glued), bucket_bytes))
+    return [_bucket(layout, names, pieces) for names in groups]
 
 
-def _groups(layout: RankLayout, bucket_bytes: int, glued: Container[str]) -> Iterator[list[str]]:
-    for dtype in dict.fromkeys(storage.dtype for storage in layout.storages.values()):
-        group: list[str] = []
-        filled = 0
-        for names, nbytes in _inseparable(layout, dtype, glued):
-            if group and filled + nbytes > bucket_bytes:
-                yield group
-                group, filled = [], 0
-            group += names
-            filled += nbytes
+def grouped(parts: Iterable[tuple[list[str], int]], bucket_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of successive parts (names, bytes) in groups of at most `bucket_bytes`; a larger part gets its own group."""
+    group: list[str] = []
+    filled = 0
+    for names, nbytes in parts:
+        if group and filled + nbytes > bucket_bytes:
+            yield group
+            group, filled = [], 0
+        group += names
+        filled += nbytes
+    if group:
         yield group
 
 

@@ -178,7 +178,7 @@ def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
         step = np.where(large, np.maximum(1, limit * length // nbytes), length)
         parts = -(-length // step)
         row = np.repeat(every, parts)
-        start = ranges(np.zeros(len(copies), np.int64), parts) * step[row]
+        start = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * step[row]
         axis, length, step = axis[row], length[row], step[row]
         copies = copies[row]
         every = np.arange(len(copies))
@@ -187,19 +187,9 @@ def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
         copies[:, DESTINATION_OFFSET] += start * copies[every, DESTINATION_STRIDES.start + axis]
 
 
-def message_strides(copies: np.ndarray) -> np.ndarray:
-    """Return int64[n, MAX_DIMS]: byte strides of the copies' boxes when stored row-major."""
-    strides = np.empty((len(copies), MAX_DIMS), np.int64)
-    strides[:, -1] = copies[:, ITEM]
-    for k in range(MAX_DIMS - 2, -1, -1):
-        strides[:, k] = strides[:, k + 1] * copies[:, EXTENTS][:, k + 1]
-    return strides
-
-
-def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return start[0], start[0] + 1, ... (count[0] values), start[1], ..."""
-    shift: np.ndarray = np.repeat(start - np.cumsum(count) + count, count)
-    return shift + np.arange(len(shift))
+def row_major_strides(extents: np.ndarray, item: np.ndarray) -> np.ndarray:
+    """Return int64[n, MAX_DIMS]: strides of boxes (int64[n, MAX_DIMS] extents), stored row-major, of elements of `item` bytes."""
+    return np.column_stack([extents[:, k + 1 :].prod(1) * item for k in range(MAX_DIMS)])
 
 
 def _nbytes(copies: np.ndarray) -> np.ndarray:

@@ -14,25 +14,12 @@ from asyncmoe.reshard.layout import Box
 from asyncmoe.reshard.table import EXTENT, OFFSET, STORAGE, STRIDES, TENSOR, Table, Tensors
 
 
-def check_source(tensors: Tensors, table: Table) -> None:
-    """Reject a layout that puts two tensor elements in the same location.
+def check_coverage(tensors: Tensors, table: Table, *, covered: bool) -> None:
+    """Reject a layout that puts two tensor elements in the same location, or, if its storages must be `covered`, none.
 
     Raises:
-        LayoutError: names the rank, the storage, its first element covered by more than one piece, and the tensors of these pieces.
+        LayoutError: names the rank, the storage, its first wrong element, and the tensors of the pieces there.
     """
-    _check(tensors, table, covered=False)
-
-
-def check_destination(tensors: Tensors, table: Table) -> None:
-    """Reject a layout whose pieces do not cover each element of each storage exactly once.
-
-    Raises:
-        LayoutError: names the rank, the storage, its first element not covered exactly once, and the tensors of the pieces there.
-    """
-    _check(tensors, table, covered=True)
-
-
-def _check(tensors: Tensors, table: Table, *, covered: bool) -> None:
     for number in _C.doubtful_storages(table.pieces, table.shapes, covered):
         storage, pieces = table.storages[number], table.pieces[table.pieces[:, STORAGE] == number]
         counts = np.zeros(storage.size, np.int32)

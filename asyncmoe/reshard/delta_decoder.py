@@ -63,7 +63,7 @@ class DeltaDecoder:
         self._how = threads, stream, relieve
         self._storages = plan.destinations.get(rank, {})
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
-        self._sources = {lane.source: _Source(lane) for lane in lanes}
+        self._sources = {lane.chunks.source: _Source(lane) for lane in lanes}
         self.version: int | None = None
         """The verified version in the destination; None: there is none, so that the next update must be full."""
         self._work: Work | None = None

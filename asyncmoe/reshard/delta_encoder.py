@@ -34,7 +34,7 @@ class DeltaSize:
 
 @dataclass(eq=False)
 class _Stream:
-    """The data sent to one or more destinations: destinations of equal layouts get equal messages.
+    """The data sent to one or more destinations.
 
     Attributes:
         digest: sum of the terms of all elements in the base.
@@ -43,7 +43,6 @@ class _Stream:
 
     lane: DeltaLane
     pack: _C.Program
-    destinations: list[int] = field(default_factory=list)
     digest: int = 0
     base: list[int] = field(default_factory=list)
     coded: list[tuple[int, int]] = field(default_factory=list)
@@ -84,12 +83,13 @@ class DeltaEncoder:
         self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
         self._streams: list[_Stream] = []
+        self._stream_to: dict[int, _Stream] = {}  # by destination; those of equal layouts get equal messages
         for lane in lanes:
             alike = next((one for one in self._streams if one.lane.sends_like(lane)), None)
             if alike is None:
                 alike = _Stream(lane, message_program(lane.chunks, "destination", self._scales))
                 self._streams.append(alike)
-            alike.destinations.append(lane.destination)
+            self._stream_to[lane.chunks.destination] = alike
         self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
         """Size in bytes of the elements in the base."""
         self.base: int | None = None
@@ -155,18 +155,18 @@ class DeltaEncoder:
 
     def digest(self, destination: int) -> int:
         """Return the canonical digest, in the base's version, of the elements that this rank sends to a destination."""
-        return sum(stream.digest for stream in self._streams if destination in stream.destinations) & WORD
+        return self._stream_to[destination].digest if destination in self._stream_to else 0
 
     def sizes(self, destination: int) -> tuple[int, ...]:
         """Return the sizes in bytes of the latest delta's messages to a destination, in order."""
-        return tuple(nbytes for stream in self._streams if destination in stream.destinations for _, nbytes in stream.coded)
+        return tuple(nbytes for _, nbytes in self._stream_to[destination].coded) if destination in self._stream_to else ()
 
     def put(self, destination: int, number: int, address: int) -> int:
         """Copy a message of the latest delta to an address on the same device, without waiting; return its size in bytes."""
         assert self._work is not None
-        coded = next(stream.coded for stream in self._streams if destination in stream.destinations)
-        self._work.copy(address, *coded[number])
-        return coded[number][1]
+        kept, nbytes = self._stream_to[destination].coded[number]
+        self._work.copy(address, kept, nbytes)
+        return nbytes
 
     def _coded(self, work: Work, limit_bytes: int) -> DeltaSize | None:
         nbytes = changed = 0

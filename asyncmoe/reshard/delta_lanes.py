@@ -17,8 +17,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of
-from asyncmoe.reshard.layout import MAX_DIMS
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, row_major_strides
 from asyncmoe.reshard.plan import (
     CAST,
     DESTINATION,
@@ -48,15 +47,12 @@ class DeltaLane:
     """A transfer in an exchange.
 
     Attributes:
-        source, destination: ranks.
         chunks: its messages, as the exchange cuts them.
         elements: as `chunks.copies`, but the source columns describe the canonical tensor: its number, and offset and strides in it, in
             elements multiplied by ITEM.
         table: maps the elements to canonical tensors and to their locations at the destination.
     """
 
-    source: int
-    destination: int
     chunks: Chunks
     elements: np.ndarray
     table: _C.DeltaTable
@@ -91,8 +87,7 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) 
             copies = _elements(plan.match.sources.tensors, transfer.copies)
             chunks = cut_transfer(plan, transfer, *cut, most=BLOCK_BYTES)
             elements = cut_transfer(plan, replace(transfer, copies=copies), *cut, most=BLOCK_BYTES).copies
-            table = _table(elements, chunks.firsts, seeds)
-            lanes.append(DeltaLane(transfer.source, transfer.destination, chunks, elements, table))
+            lanes.append(DeltaLane(chunks, elements, _table(elements, chunks.firsts, seeds)))
         elif (transfer.copies[:, SOURCE] != NO_SOURCE).any():
             got = f"elements that rank {transfer.source} copies from itself"
             raise LayoutError("plan of an exchange of deltas", got=got, expected="messages between ranks only")
@@ -106,14 +101,10 @@ def seed_of(name: str) -> int:
 
 def _elements(tensors: Tensors, copies: np.ndarray) -> np.ndarray:
     """Return copies (`Transfer.copies`) with the canonical tensors as row-major sources."""
-    extent = tensors.extent[copies[:, TENSOR]]
-    step: np.ndarray = np.ones_like(extent)
-    for k in range(MAX_DIMS - 2, -1, -1):
-        step[:, k] = step[:, k + 1] * extent[:, k + 1]
     rows = copies.copy()
     rows[:, SOURCE] = rows[:, TENSOR]
-    rows[:, SOURCE_OFFSET] = (rows[:, START] * step).sum(1) * rows[:, ITEM]
-    rows[:, SOURCE_STRIDES] = step * rows[:, ITEM, None]
+    rows[:, SOURCE_STRIDES] = row_major_strides(tensors.extent[rows[:, TENSOR]], rows[:, ITEM])
+    rows[:, SOURCE_OFFSET] = (rows[:, START] * rows[:, SOURCE_STRIDES]).sum(1)
     return rows
 
 

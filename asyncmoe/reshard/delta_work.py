@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -97,11 +97,11 @@ class GpuWork:
 
     def __init__(self, device: str, stream: int, relieve: Relieve) -> None:
         self.device, self._stream = device, stream
-        self._gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
-        self._done = self._gpu.event()
+        gpu = self._gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
+        self._done = gpu.event()
         self._rooms: dict[Hashable, DeviceBuffer] = {}
-        self._tables: dict[int, _C.DeviceDelta] = {}
-        self._programs: dict[int, _C.DeviceProgram] = {}
+        self._there = cache(lambda table: gpu.take("tables of deltas", None, partial(_C.DeviceDelta, table, gpu.index)))
+        self._program = cache(lambda pack: gpu.take("tables of copies", None, partial(_C.DeviceProgram, pack, gpu.index)))
 
     def room(self, name: Hashable, nbytes: int) -> int:
         if name not in self._rooms or self._rooms[name].nbytes < nbytes:
@@ -118,7 +118,7 @@ class GpuWork:
         _C.copy_plainly(self._gpu.index, to, source, nbytes, self._stream)
 
     def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
-        self._pack(pack, number, sources, base)
+        self._program(pack).run(number, sources, one_address(base), 0, self._stream)
         there = self._there(table)
         there.read(number, np.empty(0, np.int64), base, self._stream)
         return self._found(there)[1]
@@ -127,7 +127,7 @@ class GpuWork:
         self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
     ) -> tuple[int, int, int]:
         now = self.room("now", trailer_offset(table.bytes(number)) + TRAILER_BYTES)
-        self._pack(pack, number, sources, now)
+        self._program(pack).run(number, sources, one_address(now), 0, self._stream)
         there = self._there(table)
         there.encode(number, now, base, payload, self._stream)
         return self._found(there)
@@ -141,18 +141,6 @@ class GpuWork:
         there = self._there(table)
         there.apply(number, payload, nbytes, places, write, self._stream)
         return self._found(there)[1]
-
-    def _pack(self, pack: _C.Program, number: int, sources: np.ndarray, to: int) -> None:
-        if id(pack) not in self._programs:
-            made = self._gpu.take("tables of copies", None, partial(_C.DeviceProgram, pack, self._gpu.index))
-            self._programs[id(pack)] = made
-        self._programs[id(pack)].run(number, sources, one_address(to), 0, self._stream)
-
-    def _there(self, table: _C.DeltaTable) -> _C.DeviceDelta:
-        if id(table) not in self._tables:
-            made = self._gpu.take("tables of deltas", None, partial(_C.DeviceDelta, table, self._gpu.index))
-            self._tables[id(table)] = made
-        return self._tables[id(table)]
 
     def _found(self, there: _C.DeviceDelta) -> tuple[int, int, int]:
         self._done.record(self._stream)

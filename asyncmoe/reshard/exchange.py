@@ -74,7 +74,7 @@ class Exchanger:
         delta: bool = False,
         watch: Watch = nothing_to_watch,
     ) -> None:
-        self._relieve, self._watch = relieve, watch
+        self._relieve = relieve
         self._buffers, self._threads, self._stream, self._timeout_s = buffers, threads, stream, timeout_s
         self.rank, self._plan, self._of_plan = transport.rank, plan, int(plan.digest[:16], 16)
         cuts = cuts_of(plan, bucket_bytes)
@@ -99,7 +99,10 @@ class Exchanger:
         into = [_lane(chunks, chunks.source, delta) for chunks in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(self._buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
-        self._link = self._connect(transport, out, into)
+        if isinstance(transport, SharedTransport):
+            self._link: Link = transport.connect(out, into, buffers, timeout_s)
+        else:
+            self._link = MessageLink(transport, out, into, buffers, watch)
         self._whole = self._lanes = out, into
         self._sent_as = self._received_as = list[list[range]]()  # the coded messages in each message of each lane
 
@@ -158,8 +161,10 @@ class Exchanger:
         for number in range(max(1, rounds + ahead)):
             if number < rounds:
                 self._pack_round(number, moved, encoder)
-            if number == 0 and encoder is None and decoder is None:
-                self._copy_local(moved)
+            if number == 0 and self._local is not None and encoder is None and decoder is None:
+                with moved.timed("local"):
+                    self._copy(self._local, 0, self._sources, self._destinations)
+                moved.local = self._local.bytes(0)
             if number >= ahead:
                 self._unpack_round(number - ahead, moved, decoder)
         with moved.timed("wire"):
@@ -188,12 +193,6 @@ class Exchanger:
         if self._closed or self._broken:
             state = "is closed" if self._closed else "failed before"
             raise InvariantBroken(f"rank {self.rank}: an exchanger that {state} was used again; make a new one")
-
-    def _copy_local(self, moved: Moved) -> None:
-        if self._local is not None:
-            with moved.timed("local"):
-                self._copy(self._local, 0, self._sources, self._destinations)
-            moved.local = self._local.bytes(0)
 
     def _resize(self, encoder: DeltaEncoder | None, decoder: DeltaDecoder | None) -> None:
         """Set the sizes of a run's messages."""
@@ -287,11 +286,6 @@ class Exchanger:
             number = self._gpu.mismatch(program)
             if number >= 0:
                 raise _damaged(chunks, number)
-
-    def _connect(self, transport: Transport | SharedTransport, out: list[Lane], into: list[Lane]) -> Link:
-        if isinstance(transport, SharedTransport):
-            return transport.connect(out, into, self._buffers, self._timeout_s)
-        return MessageLink(transport, out, into, self._buffers, self._watch)
 
 
 def exchange(

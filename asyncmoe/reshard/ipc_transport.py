@@ -12,7 +12,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
-from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
+from asyncmoe.reshard.shm_transport import GONE, READY, Half, RingLink, ShmTransport, used_slots
 from asyncmoe.reshard.transport import Lane, Link, TransportEnd
 
 _HANDLE_BYTES = 64
@@ -78,34 +78,25 @@ def open_ipc(end: TransportEnd) -> IpcTransport:
     return IpcTransport(end.rank, end.session, end.device, stream=end.stream, gpu=Gpu(end.device, end.relieve))
 
 
-class _Half:
-    """This rank's end of a lane: its ring and the memory for its slots."""
+class _DeviceHalf(Half):
+    """An end of a lane whose slots lie in device memory."""
 
-    def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
-        self.source, self.destination, self.lane, self.ring = source, destination, lane, ring
-        self.slots, self.count = used_slots(lane, slots), 0
-        self.memory: DeviceBuffer | None = None
+    memory: DeviceBuffer | None = None
 
     def slot(self, number: int) -> DeviceBuffer:
         assert self.memory is not None
         start = self.count % self.slots * _stride(self.lane)
         return self.memory[start : start + self.lane.message_bytes[number]]
 
-    def ready(self, needed: int) -> bool:
-        return self.ring.wait(0.0, needed) == 0
 
-    def wait(self, what: str, timeout_s: float, needed: int = 1) -> None:
-        wait_for(self.ring, self.source, self.destination, self.lane.peer, what, timeout_s, needed)
-
-
-class _Sending(_Half):
+class _Sending(_DeviceHalf):
     def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, memory: DeviceBuffer) -> None:
         super().__init__(rank, lane.peer, lane, slots, ring)
         self.memory = memory
 
     def close(self, deadline: float) -> None:
         """Free the slots once the receiver has released them; after the deadline, keep them until this process ends."""
-        while self.count and self.ring.wait(0.05, self.slots + 1) != 2:
+        while self.count and self.ring.wait(0.05, self.slots + 1) != GONE:
             if time.monotonic() > deadline:
                 _kept.append(self.memory)
                 break
@@ -116,7 +107,7 @@ _kept: list[DeviceBuffer | None] = []
 """Memory that a peer may still read: freeing it while a handle is open is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle)."""
 
 
-class _Receiving(_Half):
+class _Receiving(_DeviceHalf):
     def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, gpu: Gpu) -> None:
         super().__init__(lane.peer, rank, lane, slots, ring)
         self._gpu = gpu
@@ -131,42 +122,25 @@ class _Receiving(_Half):
         return super().slot(number)
 
 
-class _IpcLink:
+class _IpcLink(RingLink):
     """See `asyncmoe.reshard.transport.Link`. Slots wait in a queue, and are handed over once the kernels enqueued before them are done."""
 
+    _out: list[_Sending]
+    _into: list[_Receiving]
+
     def __init__(self, gpu: Gpu, stream: int, out: list[_Sending], into: list[_Receiving]) -> None:
+        super().__init__(out, into)
         self.device = gpu.device
-        self._gpu, self._stream, self._out, self._into = gpu, stream, out, into
-        self._pending: deque[tuple[_C.DeviceEvent, _Half]] = deque()
+        self._gpu, self._stream = gpu, stream
+        self._pending: deque[tuple[_C.DeviceEvent, Half]] = deque()
         self._events: list[_C.DeviceEvent] = []
-
-    def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        for half, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
-            half.lane = lane
-
-    def pack_into(self, lane: int, number: int, timeout_s: float) -> DeviceBuffer:
-        half = self._out[lane]
-        self._wait(half, "room for another message", timeout_s)
-        return half.slot(number)
-
-    def post(self, lane: int, number: int) -> None:
-        self._hand_over(self._out[lane])
 
     def close_round(self, number: int, timeout_s: float) -> None:
         self._settle(lambda event: event.done())
 
-    def unpack_from(self, lane: int, number: int, timeout_s: float) -> DeviceBuffer:
-        half = self._into[lane]
-        self._wait(half, "its message", timeout_s)
-        return half.slot(number)
-
-    def release(self, lane: int, number: int) -> None:
-        self._hand_over(self._into[lane])
-
     def finish(self, timeout_s: float) -> None:
         self._settle(self._until(timeout_s))
-        for half in self._out:
-            half.wait("to take the last message", timeout_s, needed=half.slots)
+        super().finish(timeout_s)
 
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSING_S
@@ -181,16 +155,16 @@ class _IpcLink:
             half.close(deadline)
         self._out = []
 
-    def _hand_over(self, half: _Half) -> None:
+    def _hand_over(self, half: Half) -> None:
         half.count += 1
         event = self._events.pop() if self._events else self._gpu.event()
         event.record(self._stream)
         self._pending.append((event, half))
 
-    def _wait(self, half: _Half, what: str, timeout_s: float) -> None:
+    def _wait(self, half: Half, what: str, timeout_s: float) -> None:
         """Wait until this rank owns a slot of a lane. Before waiting for peers, hand over everything that they may be waiting for."""
         self._settle(lambda event: event.done())
-        if not half.ready(1 + sum(owner is half for _, owner in self._pending)):
+        if half.ring.wait(0.0, 1 + sum(owner is half for _, owner in self._pending)) != READY:
             self._settle(self._until(timeout_s))
             half.wait(what, timeout_s)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import overload
+from typing import Any
 
 from asyncmoe.errors import LayoutError
 
@@ -160,11 +160,7 @@ class BlockPieces(Sequence[Piece]):
     def _all(self) -> tuple[Piece, ...]:
         return tuple(_renamed(p, *prefixes) for block in self.blocks for prefixes in block.prefixes for p in block.pieces)
 
-    @overload
-    def __getitem__(self, at: int) -> Piece: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, at: int | slice) -> Piece | tuple[Piece, ...]:
+    def __getitem__(self, at: Any) -> Any:
         return self._all[at]
 
     def __iter__(self) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.coverage import check_destination, check_source
+from asyncmoe.reshard.coverage import check_coverage
 from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
@@ -36,7 +36,7 @@ class Sources:
     def __init__(self, tensors: Tensors, side: Side) -> None:
         self.tensors, self.side = tensors, side
         for table in side.tables:
-            check_source(tensors, table)
+            check_coverage(tensors, table, covered=False)
         try:
             self.holdings = _C.Holdings([table.pieces for table in side.tables], side.ranks, side.table_of, len(tensors.extent))
         except ValueError as error:
@@ -55,7 +55,7 @@ class Match:
     def __init__(self, sources: Sources, side: Side) -> None:
         self.sources, self.side = sources, side
         for table in side.tables:
-            check_destination(sources.tensors, table)
+            check_coverage(sources.tensors, table, covered=True)
         pieces = [table.pieces for table in side.tables]
         self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CASTS)
         if self._matching.fault is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.chunks import Chunks, message_strides
+from asyncmoe.reshard.chunks import Chunks, row_major_strides
 from asyncmoe.reshard.float8 import SCALES, scales_shape
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.plan import (
@@ -88,7 +88,7 @@ def message_program(chunks: Chunks, message: Literal["source", "destination"], s
         message: the side of the copies that is the message: "destination" packs, "source" unpacks.
     """
     copies = chunks.copies
-    wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], message_strides(copies))
+    wire = (np.zeros(len(copies), np.int64), copies[:, WIRE_OFFSET], row_major_strides(copies[:, EXTENTS], copies[:, ITEM]))
     if message == "source":
         return _C.Program(_rows(copies[:, ITEM], copies, wire, _destination(copies)), chunks.firsts, message)
     rows = _rows(_source_items(copies), copies, _source(copies), wire)

@@ -6,13 +6,11 @@ import re
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
-from asyncmoe.reshard.transport import Lane, Link, TransportEnd
+from asyncmoe.reshard.transport import Buffer, Lane, Link, TransportEnd
 
-_READY, _NOT_YET, _GONE = 0, 1, 2
+READY, _NOT_YET, GONE = 0, 1, 2
 """Results of `ShmRing.wait` (csrc/shm.h)."""
 _LONGEST_SESSION = 64
 
@@ -43,7 +41,8 @@ class ShmTransport:
             TransferError: /dev/shm is full, or a ring's size differs from the size this rank expects.
         """
         created, attached = self.rings(outgoing, incoming, slots, timeout_s)
-        return _ShmLink(self.rank, outgoing, incoming, created, attached, slots)
+        out = [Half(self.rank, lane.peer, lane, slots, ring) for lane, ring in zip(outgoing, created, strict=True)]
+        return RingLink(out, [Half(lane.peer, self.rank, lane, slots, ring) for lane, ring in zip(incoming, attached, strict=True)])
 
     def rings(
         self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float
@@ -83,76 +82,80 @@ def open_shm(end: TransportEnd) -> ShmTransport:
     return ShmTransport(end.rank, end.session)
 
 
-class _ShmLink:
+class Half:
+    """This rank's end of a lane: the ring that hands its slots over, and the number of messages that passed so far."""
+
+    def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
+        self.source, self.destination, self.lane, self.ring = source, destination, lane, ring
+        self.slots, self.count = used_slots(lane, slots), 0
+
+    def slot(self, number: int) -> Buffer:
+        """Return the buffer of message `number`."""
+        return self.ring.slot(self.count % self.slots)[: self.lane.message_bytes[number]]
+
+    def advance(self) -> None:
+        """Hand the slot over to the peer."""
+        self.count += 1
+        self.ring.advance()
+
+    def wait(self, what: str, timeout_s: float, needed: int = 1) -> None:
+        """Wait until `needed` slots belong to this end.
+
+        Raises:
+            TransferError: the peer is gone.
+            WaitTimeout: the peer did not hand them over in time.
+        """
+        started = time.monotonic()
+        result = self.ring.wait(timeout_s, needed)
+        if result == GONE:
+            raise TransferError(self.source, self.destination, f"rank {self.lane.peer} is gone")
+        if result == _NOT_YET:
+            raise WaitTimeout(f"rank {self.lane.peer}", what, time.monotonic() - started)
+
+
+class RingLink:
     """See `asyncmoe.reshard.transport.Link`."""
 
     device = "cpu"
 
-    def __init__(
-        self,
-        rank: int,
-        outgoing: Sequence[Lane],
-        incoming: Sequence[Lane],
-        created: list[_C.ShmRing],
-        attached: list[_C.ShmRing],
-        slots: int,
-    ) -> None:
-        self._rank, self._outgoing, self._incoming = rank, outgoing, incoming
-        self._created, self._attached = created, attached
-        self._out = [[ring.slot(i) for i in range(used_slots(lane, slots))] for lane, ring in zip(outgoing, created, strict=True)]
-        self._in = [[ring.slot(i) for i in range(used_slots(lane, slots))] for lane, ring in zip(incoming, attached, strict=True)]
-        self._posted = [0] * len(outgoing)
-        self._taken = [0] * len(incoming)
+    def __init__(self, out: Sequence[Half], into: Sequence[Half]) -> None:
+        self._out: Sequence[Half] = out
+        self._into: Sequence[Half] = into
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        self._outgoing, self._incoming = outgoing, incoming
+        for half, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
+            half.lane = lane
 
-    def pack_into(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
-        peer = self._outgoing[lane].peer
-        wait_for(self._created[lane], self._rank, peer, peer, "room for another message", timeout_s)
-        slots = self._out[lane]
-        return slots[self._posted[lane] % len(slots)][: self._outgoing[lane].message_bytes[number]]
+    def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
+        self._wait(self._out[lane], "room for another message", timeout_s)
+        return self._out[lane].slot(number)
 
     def post(self, lane: int, number: int) -> None:
-        self._posted[lane] += 1
-        self._created[lane].advance()
+        self._hand_over(self._out[lane])
 
     def close_round(self, number: int, timeout_s: float) -> None:
         pass
 
-    def unpack_from(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
-        peer = self._incoming[lane].peer
-        wait_for(self._attached[lane], peer, self._rank, peer, "its message", timeout_s)
-        slots = self._in[lane]
-        return slots[self._taken[lane] % len(slots)][: self._incoming[lane].message_bytes[number]]
+    def unpack_from(self, lane: int, number: int, timeout_s: float) -> Buffer:
+        self._wait(self._into[lane], "its message", timeout_s)
+        return self._into[lane].slot(number)
 
     def release(self, lane: int, number: int) -> None:
-        self._taken[lane] += 1
-        self._attached[lane].advance()
+        self._hand_over(self._into[lane])
 
     def finish(self, timeout_s: float) -> None:
         # A sender that left now would remove rings to which receivers have not yet attached.
-        for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
-            wait_for(ring, self._rank, lane.peer, lane.peer, "to take the last message", timeout_s, needed=len(slots))
+        for half in self._out:
+            half.wait("to take the last message", timeout_s, needed=half.slots)
 
     def close(self) -> None:
-        # A ring exists as long as a view of one of its slots.
-        self._out, self._in, self._created, self._attached = [], [], [], []
+        self._out, self._into = [], []  # a ring exists as long as a view of one of its slots
 
+    def _wait(self, half: Half, what: str, timeout_s: float) -> None:
+        half.wait(what, timeout_s)
 
-def wait_for(ring: _C.ShmRing, source: int, destination: int, peer: int, what: str, timeout_s: float, needed: int = 1) -> None:
-    """Wait until `needed` slots of a ring belong to this end.
-
-    Raises:
-        TransferError: the peer is gone.
-        WaitTimeout: the peer did not hand them over in time.
-    """
-    started = time.monotonic()
-    result = ring.wait(timeout_s, needed)
-    if result == _GONE:
-        raise TransferError(source, destination, f"rank {peer} is gone")
-    if result == _NOT_YET:
-        raise WaitTimeout(f"rank {peer}", what, time.monotonic() - started)
+    def _hand_over(self, half: Half) -> None:
+        half.advance()
 
 
 def used_slots(lane: Lane, slots: int) -> int:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncmoe.errors import TransferError, WaitTimeout
+from asyncmoe.errors import TransferError, WaitTimeout, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class TorchTransport:
             works += [self._group.recv([buffer], rank, 0) for rank, buffer in receives]
             works += [self._group.send([buffer], rank, 0) for rank, buffer in sends]
         except RuntimeError as error:
-            raise TransferError(*ends[len(works)], f"{self._peer(*ends[len(works)])} is gone ({_first_line(error)})") from error
+            raise TransferError(*ends[len(works)], f"{self._peer(*ends[len(works)])} is gone ({first_line(error)})") from error
         return [(*pair, work) for pair, work in zip(ends, works, strict=True)]
 
     def _wait(self, source: int, destination: int, work: torch.distributed.Work, began: float, timeout_s: float) -> None:
@@ -95,14 +95,10 @@ class TorchTransport:
             peer = self._peer(source, destination)
             what = "its message" if destination == self.rank else "to take a message"
             if time.monotonic() < until - _ROUNDING_S:
-                self._failure = partial(TransferError, source, destination, f"{peer} is gone ({_first_line(error)})")
+                self._failure = partial(TransferError, source, destination, f"{peer} is gone ({first_line(error)})")
             else:
-                self._failure = partial(WaitTimeout, peer, f"{what} ({_first_line(error)})", time.monotonic() - began)
+                self._failure = partial(WaitTimeout, peer, f"{what} ({first_line(error)})", time.monotonic() - began)
             raise self._failure() from error
 
     def _peer(self, source: int, destination: int) -> str:
         return f"rank {source if destination == self.rank else destination}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

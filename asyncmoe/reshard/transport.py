@@ -196,8 +196,10 @@ class MessageLink:
     ) -> None:
         self._watch = watch
         self._transport, self._outgoing, self._incoming, self._slots = transport, outgoing, incoming, slots
-        self._out = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in outgoing]
-        self._in = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in incoming]
+        self._out, self._in = (
+            [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in lanes]
+            for lanes in (outgoing, incoming)
+        )
         buffers = [buffer for lane in (*self._out, *self._in) for buffer in lane]
         self.device = memory_of(buffers[0], "message buffer", write=True).device if buffers else "cpu"
         threaded = buffers and (self.device == "cpu" or getattr(transport, "waits", False))

@@ -17,8 +17,3 @@ RANKS_STORE = "ASYNCMOE_RANKS_STORE"
 def trainer_epoch() -> int:
     """Return how often the launcher has restarted this process's trainer in place."""
     return int(os.environ.get(TRAINER_EPOCH) or 0)
-
-
-def starts_before() -> int:
-    """Return how often the launcher has started this engine before."""
-    return int(os.environ.get(STARTS) or 0)

@@ -6,9 +6,11 @@ Neither side accepts data from other users of the machine. The data never leaves
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.errors import UserError
@@ -49,12 +51,7 @@ def reachable(directory: str) -> bool:
 
 def is_left_behind(directory: Path) -> bool:
     """Return whether the directory's socket exists but nobody listens on it. False for a socket that is not bound yet."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
         probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(str(directory / SOCKET))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+        return probe.connect_ex(str(directory / SOCKET)) == errno.ECONNREFUSED
     return False

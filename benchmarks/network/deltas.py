@@ -16,9 +16,9 @@ from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Exchanger, Moved, Plan,
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Coming, EngineRanks, Header, Offer, Terms
 from asyncmoe.weights.receiver.control_store import Store
-from asyncmoe.weights.receiver.deltas import decoder_of, receive
+from asyncmoe.weights.receiver.deltas import receive
 from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
-from asyncmoe.weights.sender.deltas import comings, common_base, encoder_of, offer
+from asyncmoe.weights.sender.deltas import comings, common_base, offer
 from benchmarks.memory import Growth, give_back
 from benchmarks.network.cases import DTYPE, Case
 from benchmarks.network.changes import change
@@ -84,9 +84,10 @@ class DeltaRank:
         self._source: DeltaEncoder | None = None
         self._staging: DeltaDecoder | None = None
         if layout.rank < case.trainers:
-            self._source = encoder_of(plan, self._rank, _tensors(held), bucket_bytes)
+            self._source = DeltaEncoder(plan, self._rank, bucket_bytes=bucket_bytes, threads=1)
+            self._source.bind(_tensors(held))
         else:
-            self._staging = decoder_of(plan, self._rank, self._terms)
+            self._staging = DeltaDecoder(plan, self._rank, bucket_bytes=bucket_bytes, threads=1)
         self._tables_bytes = growth.now_bytes()
         give_back()
         self._growth = Growth()

@@ -161,7 +161,7 @@ class Rig:
             receiver.leave()
         self.hosted._lock.close()  # as when rank 0 has ended; the folder goes with the rig
         for receiver in self.receivers:
-            receiver.join(5.0)
+            receiver._thread.join(5.0)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class WeightUpdateCoordinator:
     async def forget_sender(self, why: str) -> None:
         """Abandon the requests of a lost sender. The next sender meets the engines anew.
 
-        An open update ends as any abandoned one does (`state.ending`); an update that is already committing lands.
+        An open update ends as any abandoned one does (`UpdateDriver.end`); an update that is already committing lands.
 
         Raises:
             WaitTimeout: engines did not finish the sender's requests within the limit of a request.
@@ -211,8 +211,9 @@ class WeightUpdateCoordinator:
 
     async def _commit(self, request: WeightsCommit | WeightsFiles) -> Committed:
         update = self.driver.expect(request.version)
-        retract = self.driver.interruption == "retract"
-        if isinstance(request, WeightsCommit) and state.swaps_at_once(update.state, retract, bool(request.checksums)):
+        # One call to each engine lands the version, unless keys and values are dropped before the swap, or checksums compared after it.
+        separately = update.state.gate_closed or self.driver.interruption == "retract" or bool(request.checksums)
+        if isinstance(request, WeightsCommit) and update.state.staged and not separately:
             failed, pauses = await ways.swap_at_once(self.driver, update, request.update)
         else:
             failed, pauses = await self._commit_paused(update, request)

@@ -19,7 +19,7 @@ from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.weights.coordinator import state
 from asyncmoe.weights.coordinator.roster import EngineSet
-from asyncmoe.weights.coordinator.state import Ending, UpdateState
+from asyncmoe.weights.coordinator.state import UpdatePhase, UpdateState
 
 log = logging.getLogger(__name__)
 Failures = list[tuple[Member, AsyncmoeError]]
@@ -203,14 +203,9 @@ class UpdateDriver:
             WeightSyncError: the update is already being concluded.
         """
         update.state = state.conclude(update.state)
-        match state.ending(update.state):
-            case Ending.DROP:
-                self.close(update)
-            case Ending.RESUME:
-                await self.give_up(update)
-            case Ending.FENCE:
-                self.fence_all(update, why)
-                self.close(update)
+        if update.state.phase is UpdatePhase.LOADING:
+            self.fence_all(update, why)
+        await self.give_up(update)
 
     @asynccontextmanager
     async def soon(self, member: Member, what: str) -> AsyncIterator[None]:

@@ -6,7 +6,7 @@
 
     claim --> ARRIVING --pause--> PAUSED --load--> LOADING --load--> LOADING
                  |                  |                 |
-              Ending.DROP      Ending.RESUME      Ending.FENCE       if the update ends without a commit
+             forgotten        engines resume    engines fenced       if the update ends without a commit
 
 One update is open at a time. A new update replaces it only while it is ARRIVING, because a lost sender may have left it behind. A commit
 has no phase of its own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by
@@ -16,7 +16,7 @@ another ending, and stays open until that has finished.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 from asyncmoe.errors import InvariantBroken, WeightSyncError
 
@@ -27,20 +27,6 @@ class UpdatePhase(IntEnum):
     ARRIVING = 0
     PAUSED = 1
     LOADING = 2
-
-
-class Ending(Enum):
-    """How an update ends without a commit.
-
-    Attributes:
-        DROP: forget it; no engine has been asked for anything.
-        RESUME: every engine resumes with its current version.
-        FENCE: every engine is fenced, because it may have part of the version.
-    """
-
-    DROP = "drop"
-    RESUME = "resume"
-    FENCE = "fence"
 
 
 @dataclass(frozen=True)
@@ -112,16 +98,6 @@ def load(update: UpdateState) -> UpdateState:
     return replace(update, phase=UpdatePhase.LOADING)
 
 
-def swaps_at_once(update: UpdateState, retract: bool, verified: bool) -> bool:
-    """Return whether one call to each engine lands the version: it is fully staged there, and the pause does nothing but the swap.
-
-    Args:
-        retract: keys and values are dropped before the swap.
-        verified: checksums are compared before the engines resume.
-    """
-    return update.staged and not (update.gate_closed or retract or verified)
-
-
 def load_bucket(update: UpdateState) -> UpdateState:
     """Let the engines load a bucket.
 
@@ -142,14 +118,3 @@ def conclude(update: UpdateState) -> UpdateState:
     if update.concluding:
         raise WeightSyncError(f"version {update.version} is being concluded already")
     return replace(update, concluding=True)
-
-
-def ending(update: UpdateState) -> Ending:
-    """Return how an update without a commit ends."""
-    match update.phase:
-        case UpdatePhase.ARRIVING:
-            return Ending.DROP
-        case UpdatePhase.PAUSED:
-            return Ending.RESUME
-        case UpdatePhase.LOADING:
-            return Ending.FENCE

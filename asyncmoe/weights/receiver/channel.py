@@ -14,17 +14,8 @@ from asyncmoe.reshard import Exchanger, Plan
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.nccl import make_unique_id
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
-from asyncmoe.weights.protocol import (
-    AllArrived,
-    ChannelStage,
-    Outcome,
-    Terms,
-    channel,
-    channel_all,
-    channel_failed,
-    names,
-    update_failed,
-)
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import AllArrived, ChannelStage, Outcome, Terms
 from asyncmoe.weights.receiver import failing
 from asyncmoe.weights.receiver.channel_end import ChannelEnd, opener
 from asyncmoe.weights.receiver.control_store import Store
@@ -101,7 +92,7 @@ def connect(
     exchanger: Exchanger | None = None
 
     def look() -> None:
-        store.check_failed(channel_failed(epoch, "make"), update_failed(update()))
+        store.check_failed(protocol.channel_failed(epoch, "make"), protocol.update_failed(update()))
         watch()
 
     try:
@@ -173,22 +164,22 @@ def _assemble(
         WaitTimeout, WeightSyncError: see `connect`.
     """
     if mine.failure:
-        store.put(channel_failed(epoch, stage), mine)
+        store.put(protocol.channel_failed(epoch, stage), mine)
     if store.rank != 0:
-        store.put(channel(epoch, stage, store.rank), mine)
-        told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
+        store.put(protocol.channel(epoch, stage, store.rank), mine)
+        told = store.get(protocol.channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
         told.check()
         return told
-    whom = names(terms)
+    whom = protocol.names(terms)
     try:
-        keys = {channel(epoch, stage, rank): name for rank, name in whom.items() if rank != 0}
-        said = store.get_all(keys, terms.timeout_s, channel_failed(epoch, stage), watch)
+        keys = {protocol.channel(epoch, stage, rank): name for rank, name in whom.items() if rank != 0}
+        said = store.get_all(keys, terms.timeout_s, protocol.channel_failed(epoch, stage), watch)
         failures = {keys[key]: one.failure for key, one in said.items()} | {whom[0]: mine.failure, "": store.resigned()}
         failures = {name: why for name, why in failures.items() if why}
         Outcome(failing.cause(failures) if failures else "").check()
         settled = AllArrived(unique_id=unique_id())
     except AsyncmoeError as error:
-        store.put(channel_all(epoch, stage), AllArrived(str(error)))
+        store.put(protocol.channel_all(epoch, stage), AllArrived(str(error)))
         raise
-    store.put(channel_all(epoch, stage), settled)
+    store.put(protocol.channel_all(epoch, stage), settled)
     return settled

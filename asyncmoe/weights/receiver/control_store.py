@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.errors import WaitTimeout, WeightSyncError, first_line
 from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.address import LOOPBACK, towards
 from asyncmoe.weights.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, passing, sent, staged, update_failed
@@ -59,19 +59,12 @@ class Store:
         self._looked = 0.0
         self._peer = "the trainer's rank 0" if self._file else f"the trainer's rank 0 at {host}:{port}"
         self._at = host, port
-        c10d: Any = dist
-        limit = timedelta(seconds=timeout_s)
-        mine: dict[str, Any] = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
+        if self._file is not None and not is_held(self._file):
+            raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
         try:
-            if self._file is None:
-                store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
-            elif is_held(self._file):
-                store = open_store(self._file)
-                store.set_timeout(timedelta(seconds=_FILE_S))
-            else:
-                raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
+            store = open_at(host, port, timedelta(seconds=_FILE_S if self._file else timeout_s), hosted)
         except RuntimeError as error:
-            raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
+            raise WeightSyncError(f"{self._peer}: {first_line(error)}") from error
         self._store: Any = _c10d.PrefixStore(group, store)
 
     def put(self, key: Key[T], value: T) -> None:
@@ -136,12 +129,9 @@ class Store:
         missing = {} if complete else {key: whom for key, whom in keys.items() if not self.has(key)}
         if missing and not some_failed:
             raise WaitTimeout(", ".join(missing.values()), next(iter(missing)).name, timeout_s)
-        return self._values([key for key in every if key not in missing])
-
-    def _values(self, keys: list[Key[T]]) -> dict[Key[T], T]:
-        """Return the values of keys, all of which are set."""
-        found = self._ask(lambda: self._store.multi_get([key.name for key in keys])) if keys else []
-        return {key: msgspec.msgpack.decode(value, type=key.type) for key, value in zip(keys, found, strict=True)}
+        there = [key for key in every if key not in missing]
+        found = self._ask(lambda: self._store.multi_get([key.name for key in there])) if there else []
+        return {key: msgspec.msgpack.decode(value, type=key.type) for key, value in zip(there, found, strict=True)}
 
     def fail(self, update: int, key: Key[Outcome], why: str, doubtful: bool = False) -> None:
         """Report that this rank's part of an update failed."""
@@ -189,8 +179,8 @@ class Store:
         except RuntimeError as error:
             waited = time.monotonic() - began
             if waited < timeout_s:
-                raise WeightSyncError(f"rank {self.rank}: joining weight group {self._group}: {_first_line(error)}") from error
-            raise WaitTimeout("the other ranks", f"to join weight group {self._group} ({_first_line(error)})", waited) from error
+                raise WeightSyncError(f"rank {self.rank}: joining weight group {self._group}: {first_line(error)}") from error
+            raise WaitTimeout("the other ranks", f"to join weight group {self._group} ({first_line(error)})", waited) from error
         return group
 
     def has(self, key: Key[Any]) -> bool:
@@ -210,7 +200,7 @@ class Store:
         except dist.DistStoreError as error:
             raise WaitTimeout(self._peer, what, time.monotonic() - begin) from error
         except RuntimeError as error:
-            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
+            raise StoreGone(f"{self._peer} is gone: {first_line(error)}") from error
 
     def _look(self) -> None:
         """Raise StoreGone if the file's host is gone."""
@@ -220,9 +210,16 @@ class Store:
             self._looked = time.monotonic()
 
 
+def open_at(host: str, port: int, timeout: timedelta, hosted: Hosted | None) -> Any:
+    """Return torch's store at a place; arguments as for `Store`."""
+    if port == 0:
+        store = open_store(host)
+        store.set_timeout(timeout)
+        return store
+    mine = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
+    c10d: Any = dist
+    return c10d.TCPStore(host, port, timeout=timeout, wait_for_workers=False, **mine)
+
+
 def _pause(waited_s: float) -> None:
     time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited_s / 32)))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -6,31 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from asyncmoe.errors import TransferError, WeightSyncError
-from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan
+from asyncmoe.reshard import DeltaDecoder, Exchanger
 from asyncmoe.weights.protocol import Coming, Header, Terms
 from asyncmoe.weights.receiver import failing
-from asyncmoe.weights.receiver.channel import HOST, SideStream
 
 
 class DeltaRefused(WeightSyncError):
     """A delta, or the memory that it would change, is in doubt. Nothing was written; a full update may succeed."""
-
-
-def decoder_of(plan: Plan, rank: int, terms: Terms, side: SideStream = HOST) -> DeltaDecoder:
-    """Return a decoder, which tracks the version in a worker's memory and stores the encoded delta to the next one.
-
-    Args:
-        plan: the rank's part of the plan.
-        side: where to enqueue copies and kernels. Around `commit` the caller waits for all streams of the device.
-    """
-    return DeltaDecoder(
-        plan,
-        rank,
-        bucket_bytes=terms.bucket_bytes,
-        threads=1,  # the engine generates at the same time
-        stream=side.handle,
-        relieve=side.relieve,
-    )
 
 
 def receive(held: DeltaDecoder, exchanger: Exchanger, header: Header, coming: Coming, terms: Terms) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncmoe.errors import AsyncmoeError, OutOfDeviceMemory, ReportedFailure, TransferError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, OutOfDeviceMemory, ReportedFailure, TransferError, WaitTimeout, first_line
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import ELSEWHERE, Terms
 
@@ -39,7 +39,7 @@ def in_one_line(error: Exception, terms: Terms | None = None) -> str:
     """
     if isinstance(error, AsyncmoeError):
         return str(error) if terms is None else in_words(error, terms)
-    words = (str(error).splitlines() or [""])[0]
+    words = first_line(error)
     if isinstance(error, MemoryError | OutOfDeviceMemory | torch.OutOfMemoryError):
         return f"out of memory: {words or type(error).__name__}; {OutOfDeviceMemory.HINT}"
     return f"{type(error).__name__}: {words}"

@@ -46,7 +46,6 @@ def obey(model: torch.nn.Module, text: str) -> None:
             if receiver is not None:
                 receiver.leave()
             _receivers[model] = Receiver(model, join, receiver)
-            _receivers[model].start()
         case CommitCommand() as commit:
             if receiver is None:
                 raise InvariantBroken(f"version {commit.version} was committed in a worker without a receiver")
@@ -54,7 +53,7 @@ def obey(model: torch.nn.Module, text: str) -> None:
 
 
 class Receiver:
-    """Receives updates in a background thread until the sender is gone.
+    """Meets the sender and receives updates, in a background thread, until the sender is gone.
 
     Args:
         model: the worker's model. Its parameters or adapter memory (`_target`) are written only by `commit` or, without staging memory,
@@ -62,7 +61,7 @@ class Receiver:
         former: the receiver of the previous meeting, already told to leave.
     """
 
-    def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None) -> None:
         self._model, self._join = model, join
         self._target: Weights | AdapterMemory = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
@@ -79,20 +78,11 @@ class Receiver:
         self._terms: Terms | None = None
         self._number = 1  # number of the update under way, or of the next one
         self._exchanger: Exchanger | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread, which meets the sender and receives updates; return at once."""
         self._thread = device_threads.start(str(self._device), "weights", self._run, self._ends)
-
-    def join(self, seconds: float) -> None:
-        """Wait for the thread to end."""
-        if self._thread is not None:
-            self._thread.join(seconds)
 
     def _run(self) -> None:
         if self._former is not None:
-            self._former.join(_FORMER_S)  # it may still use memory that this receiver needs
+            self._former._thread.join(_FORMER_S)  # it may still use memory that this receiver needs
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get(protocol.TERMS, _MEET_S)
@@ -106,7 +96,10 @@ class Receiver:
         if not terms.in_place:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            self._decoder = deltas.decoder_of(plan, self._join.rank, terms, self._side) if terms.delta else None
+            if terms.delta:
+                rank, size, side = self._join.rank, terms.bucket_bytes, self._side
+                # One thread, because the engine generates at the same time.
+                self._decoder = DeltaDecoder(plan, rank, bucket_bytes=size, threads=1, stream=side.handle, relieve=side.relieve)
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:

@@ -109,12 +109,10 @@ class BroadcastPublisher(Publisher):
             pass
 
     def _send(self, version: int, group: dist.ProcessGroup, checksums: Checksums) -> Committed:
-        paused = False
-        for bucket, flat in self._gatherer.run():
+        for number, (bucket, flat) in enumerate(self._gatherer.run()):
             assert flat is not None
-            if not paused:
+            if number == 0:
                 self._client.ask(WeightsBegin(version), self._sync.timeout_s)
-                paused = True
             message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
             self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
         reply = self._client.ask(WeightsCommit(version, checksums), self._sync.timeout_s)[0]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.platform.file_store import open_store
-from asyncmoe.weights.receiver.hosting import Hosted, MeetingFile, place
+from asyncmoe.weights.receiver.control_store import open_at
+from asyncmoe.weights.receiver.hosting import Hosted, place
 
 
 def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -36,7 +36,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
     c10d: Any = distributed_c10d
     host, port = place(hosted)
     try:
-        store = _store(hosted, host, port, world, timeout)
+        store = open_at(host, port, timeout, hosted)
         made, _ = c10d._new_process_group_helper(
             world, 0, [], c10d.Backend(backend), c10d.PrefixStore(group, store), group_name=group, backend_options=None, timeout=timeout
         )
@@ -54,13 +54,3 @@ def leave(group: dist.ProcessGroup, backend: str) -> None:
         c10d._abort_process_group(group)  # `destroy_process_group` waits for messages under way
     else:
         dist.destroy_process_group(group)
-
-
-def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
-    c10d: Any = dist
-    if isinstance(hosted, MeetingFile):
-        store = open_store(host)
-        store.set_timeout(timeout)
-        return store
-    fd = hosted.detach()
-    return c10d.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)

@@ -6,41 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from asyncmoe.config import Config
 from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.reshard import DeltaEncoder, Plan
 from asyncmoe.weights.protocol import Coming, Offer, Portion
-from asyncmoe.weights.receiver.channel import HOST, SideStream
 from asyncmoe.weights.sender.publisher import Traffic
 
 log = logging.getLogger(__name__)
 LARGEST_SHARE = 0.5
 """Largest size of a delta, as a share of a full update's bytes, for any engine rank; above it, the update is full."""
-
-
-def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:
-    """Return an encoder for a rank's part of all updates in a meeting with deltas.
-
-    Args:
-        plan: the rank's part of the plan.
-        tensors: the tensors to send, by the names of the plan's storages.
-        side: where to enqueue copies and kernels.
-
-    Raises:
-        OutOfDeviceMemory: the GPU has no room for a copy of what was last sent, or for two messages.
-    """
-    encoder = DeltaEncoder(
-        plan,
-        rank,
-        bucket_bytes=bucket_bytes,
-        threads=1,  # the trainer's step runs at the same time
-        stream=side.handle,
-        relieve=side.relieve,
-    )
-    encoder.bind(tensors)
-    return encoder
 
 
 def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
@@ -106,8 +80,6 @@ def unsupported(config: Config) -> str:
     """Return why a run's updates cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
     if config.sync.delta == "off":
         return ""
-    reasons = {
-        f"sync.method is {config.sync.method}": config.sync.method != "reshard",
-        "adapters are sent whole": config.adapter is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if config.sync.method != "reshard":
+        return f"sync.method is {config.sync.method}"
+    return "adapters are sent whole" if config.adapter is not None else ""

@@ -59,7 +59,9 @@ class DiskPublisher(Publisher):
         pause_ms = 0.0
         if self._model.mesh.rank == 0:
             pause_ms = self._load(version, folder, checksums)
-            self._delete_others(folder)
+            for path in self._folder.glob("version_*"):
+                if path != folder:
+                    shutil.rmtree(path, ignore_errors=True)
         return Published(version, time.perf_counter() - begin, pause_ms)
 
     def _write(self, version: int) -> Path:
@@ -83,8 +85,3 @@ class DiskPublisher(Publisher):
         reply = self._client.ask(WeightsFiles(version, str(folder), checksums), 3 * self._sync.timeout_s + ANSWER_S)[0]
         assert isinstance(reply, Committed)
         return max(reply.pause_ms, default=0.0)
-
-    def _delete_others(self, newest: Path) -> None:
-        for path in self._folder.glob("version_*"):
-            if path != newest:
-                shutil.rmtree(path, ignore_errors=True)

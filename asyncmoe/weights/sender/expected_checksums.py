@@ -17,12 +17,13 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.platform import collectives
 from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard import Plan, RankLayout, exchange, plan_each
+from asyncmoe.reshard.bucket import grouped
 from asyncmoe.reshard.checksum import engine_checksums
 from asyncmoe.reshard.float8 import SCALES
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.weights.sender.publisher import Checksums
-from asyncmoe.weights.sender.sources import WeightSources
+from asyncmoe.weights.sender.sources import WeightSources, empty
 from asyncmoe.weights.sender.trained import TrainedModel
 
 HashedPart = tuple[int, RankLayout]
@@ -67,9 +68,10 @@ class ExpectedChecksums:
     def _computed(self) -> Checksums:
         self._sources.refresh()
         found: list[tuple[int, dict[str, str]]] = []
+        transport = TorchTransport(device=str(self._mesh.device))
         for plan, share in self._rounds:
-            held = {} if share is None else self._empty(share[1].storages)
-            exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
+            held = {} if share is None else empty(share[1].storages, self._mesh.device)
+            exchange(plan, transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
             if share is not None:
                 found.append((share[0], self._hashed(held, self._served[share[0]])))
         everyone = collectives.gathered(found)
@@ -83,10 +85,6 @@ class ExpectedChecksums:
     @cached_property
     def _sources(self) -> WeightSources:
         return WeightSources(self.model)
-
-    @cached_property
-    def _transport(self) -> TorchTransport:
-        return TorchTransport(device=str(self._mesh.device))
 
     @cached_property
     def _served(self) -> list[Mapping[str, Storage]]:
@@ -112,9 +110,6 @@ class ExpectedChecksums:
         engines = self.config.engines
         return Payload(self.model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
 
-    def _empty(self, storages: Mapping[str, Storage]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self._mesh.device) for name, one in storages.items()}
-
     def _hashed(self, held: Mapping[str, torch.Tensor], served: Mapping[str, Storage]) -> dict[str, str]:
         values = {name: tensor.cpu().to(getattr(torch, served[name].dtype)) for name, tensor in held.items()}
         for name in [name for name in values if name + SCALES in values]:
@@ -130,7 +125,7 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         engine: the layouts of an engine's ranks.
         bucket_bytes: maximum size of a share, unless the share is a single parameter with its scales, if any.
     """
-    groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
+    groups = [(rank, names) for rank, layout in enumerate(engine) for names in grouped(_with_scales(layout.storages), bucket_bytes)]
     of_rank = [layout.pieces_by_storage for layout in engine]
     for first in range(0, len(groups), world):
         shares = []
@@ -140,17 +135,8 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         yield shares
 
 
-def _grouped(storages: Mapping[str, Storage], bucket_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of storages in groups of at most `bucket_bytes`; scales stay with their weights."""
-    group: list[str] = []
-    filled = 0
+def _with_scales(storages: Mapping[str, Storage]) -> Iterator[tuple[list[str], int]]:
+    """Yield each storage with its scales, if any, as (names, total bytes)."""
     for name in (name for name in storages if not (name.endswith(SCALES) and name.removesuffix(SCALES) in storages)):
-        names = [name, name + SCALES] if name + SCALES in storages else [name]
-        nbytes = sum(storages[one].nbytes for one in names)
-        if group and filled + nbytes > bucket_bytes:
-            yield group
-            group, filled = [], 0
-        group += names
-        filled += nbytes
-    if group:
-        yield group
+        names = [one for one in (name, name + SCALES) if one in storages]
+        yield names, sum(storages[one].nbytes for one in names)

@@ -13,8 +13,9 @@ import torch
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import without
 from asyncmoe.reshard import Bucket, buckets, exchange, plan_each
+from asyncmoe.reshard.bucket import STORAGE
 from asyncmoe.reshard.torch_transport import TorchTransport
-from asyncmoe.weights.sender.sources import WeightSources
+from asyncmoe.weights.sender.sources import WeightSources, empty
 from asyncmoe.weights.sender.trained import TrainedModel
 
 
@@ -47,13 +48,9 @@ class Gatherer:
             self._sources.refresh()
             mine = self._sources.tensors
         for bucket, plan in zip(self.buckets, self._plans, strict=True):
-            flat = self._empty(bucket) if self._model.mesh.rank == 0 else None
-            exchange(plan, self._transport, mine, None if flat is None else {"bucket": flat}, timeout_s=self._timeout_s)
-            yield bucket, flat
-
-    def _empty(self, bucket: Bucket) -> torch.Tensor:
-        flat = bucket.layout.storages["bucket"]
-        return torch.empty(flat.shape, dtype=getattr(torch, flat.dtype), device=self._model.mesh.device)
+            held = empty(bucket.layout.storages, self._model.mesh.device) if self._model.mesh.rank == 0 else {}
+            exchange(plan, self._transport, mine, held, timeout_s=self._timeout_s)
+            yield bucket, held.get(STORAGE)
 
     @cached_property
     def _sources(self) -> WeightSources:

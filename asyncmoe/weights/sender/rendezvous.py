@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,9 @@ from asyncmoe.weights.sender.deltas import unsupported
 from asyncmoe.weights.sender.trained import TrainedModel
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _GROUP = "asyncmoe_weights"
 _POLL_S = 0.5
-_OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
 """Ranks wait for rank 0 this many seconds longer than it waits for them, so that all of them receive its reason for a failure."""
 
@@ -139,15 +140,15 @@ class TrainerRanks:
             WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
         """
 
-        def ask() -> str:
+        def ask() -> bool:
             now, until, asking = self.engines(), time.monotonic() + self.config.cluster.heartbeat_timeout_s + GRACE_S, probe
             while asking and now.roster == roster and time.monotonic() < until:
                 now = self.engines(probe=True)
                 if asking := now.silent:
                     time.sleep(_POLL_S)
-            return _OTHERS if now.roster != roster else _THE_SAME
+            return now.roster != roster
 
-        return self._of_rank_0(ask) == _OTHERS
+        return self._of_rank_0(ask)
 
     # ------------------------------------------------------------ rank 0 only
 
@@ -177,7 +178,9 @@ class TrainerRanks:
 
         def keep() -> str:
             nonlocal store, roster
-            engines = self._some_engines()
+            until = time.monotonic() + self.config.engines.start_timeout_s
+            while (engines := self.engines()).awaited and time.monotonic() <= until:
+                time.sleep(_POLL_S)  # there is no engine, but one will come back
             roster = engines.roster
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
@@ -204,32 +207,24 @@ class TrainerRanks:
         failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
         return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
-    def _of_rank_0(self, act: Callable[[], str]) -> str:
-        """Return rank 0's result of `act`, which must not be empty, on every rank.
+    def _of_rank_0(self, act: Callable[[], T]) -> T:
+        """Return rank 0's result of `act`, which must not be None, on every rank.
 
         Raises:
             AsyncmoeError: rank 0's own error; on every other rank, a WeightSyncError with the same message.
         """
-        told = ["", "rank 0 has failed"]
+        told: list[Any] = [None, "rank 0 has failed"]
         try:
             if self.rank == 0:
                 told = [act(), ""]
         except AsyncmoeError as error:
-            told = ["", str(error)]
+            told = [None, str(error)]
             raise
         finally:
             dist.broadcast_object_list(told, src=0, group=self.group)
-        result, failure = told
-        if not result:
-            raise WeightSyncError(failure)
-        return result
-
-    def _some_engines(self) -> Engines:
-        """Ask for the engines; if there is none, but one will come back, ask again until it has."""
-        until = time.monotonic() + self.config.engines.start_timeout_s
-        while (engines := self.engines()).awaited and time.monotonic() <= until:
-            time.sleep(_POLL_S)
-        return engines
+        if told[0] is None:
+            raise WeightSyncError(told[1])
+        return cast(T, told[0])
 
     def _keep(self, engines: Engines) -> tuple[Store, str]:
         """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""

@@ -41,7 +41,7 @@ from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
-from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, NotMet, TrainerRanks
+from asyncmoe.weights.sender.rendezvous import GRACE_S, NotMet, TrainerRanks
 from asyncmoe.weights.sender.sender import LOOK_S, Sender
 from asyncmoe.weights.sender.sources import AdapterSources, WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
@@ -87,11 +87,17 @@ class ReshardPublisher(Publisher):
         result: Future[Published | None] = Future()
         self._running = result
 
+        def run() -> None:
+            yield_cores()  # sending may take a whole training step, which it must not slow down
+            published = self._publish(version, expected)
+            self._sent.set()
+            result.set_result(published)
+
         def failed(error: Exception) -> None:
             self._sent.set()
             result.set_exception(self._in_words(error))
 
-        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
+        device_threads.start(str(self._model.mesh.device), "weights", run, failed)
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
@@ -119,9 +125,6 @@ class ReshardPublisher(Publisher):
         running, self._running = self._running, None
         return running.result()
 
-    def close(self) -> None:
-        self._disperse()
-
     @cached_property
     def _sources(self) -> WeightSources | AdapterSources:
         adapter = self._model.adapter
@@ -137,12 +140,6 @@ class ReshardPublisher(Publisher):
         limit = self._config.engines.start_timeout_s + 2 * self._limit
         if time.monotonic() - self._tried > limit:
             raise WaitTimeout("this rank's sender of weights", what, limit)
-
-    def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
-        yield_cores()  # sending may take a whole training step, which it must not slow down
-        published = self._publish(version, expected)
-        self._sent.set()
-        result.set_result(published)
 
     def _in_words(self, error: Exception) -> WeightSyncError:
         """Convert the sending thread's error into one for the trainer's main thread."""
@@ -193,23 +190,17 @@ class ReshardPublisher(Publisher):
         """Return a sender to the current engines; if the set has changed, meet them first."""
         if self._sender is not None and self._ranks.changed(self._sender.met.roster):
             log.info("engines changed; starting a new rendezvous")
-            self._disperse()
+            self.close()
         while self._sender is None:
-            if (met := self._meet()) is not None:
-                self._sender = Sender(self._ranks, met, self._sources.tensors, self._side, self._sent)
+            try:
+                self._sender = Sender(self._ranks, self._ranks.meet(), self._sources.tensors, self._side, self._sent)
+            except NotMet as error:
+                if not self._ranks.changed(error.roster, probe=True):
+                    raise
+                log.warning("retrying the rendezvous with the remaining engines: %s", error)
         return self._sender
 
-    def _meet(self) -> Meeting | None:
-        """Meet the engines; return None if an expected engine is gone, so that the caller can try the remaining ones."""
-        try:
-            return self._ranks.meet()
-        except NotMet as error:
-            if not self._ranks.changed(error.roster, probe=True):
-                raise
-            log.warning("retrying the rendezvous with the remaining engines: %s", error)
-            return None
-
-    def _disperse(self) -> None:
+    def close(self) -> None:
         if self._sender is not None:
             self._sender.leave()
             self._ranks.part(self._sender.met.store)

@@ -168,7 +168,11 @@ class Sender:
     def _offer(self, version: int) -> Offer:
         try:
             if self._encoder is None:
-                self._encoder = deltas.encoder_of(self.met.plan, self._rank, self._tensors, self.met.terms.bucket_bytes, self._side)
+                size, side = self.met.terms.bucket_bytes, self._side
+                # One thread, because the trainer's step runs at the same time.
+                encoder = DeltaEncoder(self.met.plan, self._rank, bucket_bytes=size, threads=1, stream=side.handle, relieve=side.relieve)
+                encoder.bind(self._tensors)
+                self._encoder = encoder
             return deltas.offer(self._encoder, self.met.plan, version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):

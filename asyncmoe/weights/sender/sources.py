@@ -8,7 +8,13 @@ import torch
 
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard.float8 import Scaler
+from asyncmoe.reshard.layout import Storage
 from asyncmoe.weights.sender.trained import TrainedModel
+
+
+def empty(storages: Mapping[str, Storage], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return uninitialised tensors for storages, by name."""
+    return {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=device) for name, one in storages.items()}
 
 
 class WeightSources:
@@ -31,8 +37,7 @@ class WeightSources:
         self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
         self._device, self._scaler = model.mesh.device, None
         if payload.float8 is not None:
-            scales = {name: storage.shape for name, storage in layout.storages.items() if name not in live}
-            self.tensors |= {name: torch.empty(shape, device=self._device) for name, shape in scales.items()}
+            self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in live}, self._device)
             self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
 
     def refresh(self) -> None:

@@ -177,7 +177,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     """Return the first sizes that fit, in the order of rule 2 above, if any."""
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
-    ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
+    ranks = {p: [cp for cp in checks.divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
     every = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
     choices = sorted(every, key=lambda one: (one[2], one[0].ep > cluster.gpus, one[0].pp, one[1], one[0].tp, one[0].ep))
     found: TrainerSizes | None = None
@@ -215,12 +215,12 @@ def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) 
 def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]:
     """Yield all sizes that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
-    for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
+    for tp, pp in product(checks.divisors(cluster.gpus), checks.divisors(gpus)):
         stages = _stages(m.layers, pp)
         if gpus % (tp * pp) or stages is None:
             continue
         dp = gpus // (tp * pp)
-        for ep in _divisors(tp * dp) if m.experts else (1,):
+        for ep in checks.divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
             sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
             with suppress(ConfigError):
@@ -276,12 +276,8 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
-    for tp in _divisors(gpus):
+    for tp in checks.divisors(gpus):
         sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
         with suppress(ConfigError):
             checks.check_engine("", m, sizes)
             yield sizes
-
-
-def _divisors(total: int) -> list[int]:
-    return [size for size in range(1, total + 1) if total % size == 0]

@@ -75,7 +75,7 @@ def install() -> None:
         (common, "load_common", _load_common),
     ):
         if name not in vars(owner):
-            raise gone(f"{owner.__name__}.{name}", everywhere=True)
+            raise gone(f"{owner.__name__}.{name}")
         setattr(owner, name, value)
 
 

@@ -26,10 +26,8 @@ def install() -> None:
     """
     owner: Any = module("models.common.embeddings.rope_utils")
     original = getattr(owner, _NAME, None)
-    if getattr(original, "__module__", None) == __name__:
-        return
     if original is None or not {"_apply_rotary_pos_emb_bshd", "split"} <= set(original.__code__.co_names):
-        raise gone(f"rope_utils.{_NAME}", everywhere=True)
+        raise gone(f"rope_utils.{_NAME}")
     setattr(owner, _NAME, _by_position(owner._apply_rotary_pos_emb_bshd))
 
 
@@ -39,5 +37,4 @@ def _by_position(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         here = positions(cu_seqlens, t.shape[0], cp_group.size(), cp_group.rank())
         return apply(t.unsqueeze(1), freqs[here], *args, **kwargs).squeeze(1)
 
-    packed.__module__ = __name__
     return packed

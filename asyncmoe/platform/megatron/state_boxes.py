@@ -32,7 +32,7 @@ def as_boxes() -> Iterator[None]:
     owner = module("optimizer.distrib_optimizer").DistributedOptimizer
     original = vars(owner).get(_METHOD)
     if original is None or not hasattr(owner, "_get_main_param_and_optimizer_states"):
-        raise gone(f"DistributedOptimizer.{_METHOD}", everywhere=True)
+        raise gone(f"DistributedOptimizer.{_METHOD}")
     setattr(owner, _METHOD, _own_state)
     try:
         yield

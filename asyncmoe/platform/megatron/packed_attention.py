@@ -122,16 +122,13 @@ def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
     """Return the kernel for packed sequences: "varlen", flash attention over all of them at once (torch has it for 16-bit dtypes on GPUs),
     or "each", torch's choice of kernel for one sequence after another."""
     flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
-    return "varlen" if flash and {"scale", "window_size"} <= arguments() else "each"
+    return "varlen" if flash else "each"
 
 
 @cache
 def arguments() -> frozenset[str]:
-    """Return the arguments of torch's flash attention over packed sequences; none if there is no such function."""
-    try:
-        return frozenset(signature(varlen()).parameters)
-    except ImportError:  # torch before 2.10
-        return frozenset()
+    """Return the arguments of torch's flash attention over packed sequences."""
+    return frozenset(signature(varlen()).parameters)
 
 
 @cache

@@ -1,9 +1,8 @@
 """Binary responses of `/generate`, for a client that accepts `MEDIA_TYPE`.
 
 SGLang 0.5.23 responds in JSON: 35 bytes and more for a token's id and log-probability, and routes in base64. Here a token takes 8 bytes and
-routes take their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine that
-cannot pack logs the reason and sends SGLang's form. It also does so for a response with inconsistent parts, which the reader then rejects
-with the reason.
+routes take their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine
+sends SGLang's form for a response with inconsistent parts, which the reader then rejects with the reason.
 
 Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`AnswerHead`) and spaces up to a multiple of 8 bytes; the parts.
 """
@@ -103,11 +102,6 @@ def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | Non
 
 
 def _mend(module: ModuleType) -> None:
-    names = "serve_generate_request", "orjson_response", "Response"
-    missing = [name for name in names if not callable(getattr(module, name, None))]
-    if missing:
-        print(f"answers are sent as JSON: {module.__name__} of another SGLang than 0.5.23 has no {', '.join(missing)}", flush=True)
-        return
     owner: Any = module
     b64decode = import_module("pybase64").b64decode  # a package that SGLang needs, many times faster than Python's
     serve, respond = owner.serve_generate_request, owner.orjson_response

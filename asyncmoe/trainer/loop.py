@@ -82,7 +82,7 @@ def run(config: Config) -> None:
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
-    Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
+    Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
     # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
     # fail.
     weights.close()
@@ -96,7 +96,6 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        place: mesh.Mesh,
         built: gpt.Model,
         adam: MegatronOptimizer,
         client: Client,
@@ -105,7 +104,8 @@ class Trainer:
         done: int,
         plugins: Plugins,
     ) -> None:
-        self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
+        place = built.mesh
+        self._config, self._mesh, self._model, self._client = config, place, built, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
         self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)

@@ -14,11 +14,8 @@ from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import gpu_settings
-from asyncmoe.trainer.model.gpu_settings import older_engine
+from asyncmoe.trainer.model.gpu_settings import lacks_engine
 
-ENGINE = (2, 1)
-"""The oldest supported Transformer Engine: Megatron requires it for fused permutation of rows."""
-_ROUTER = (2, 7)
 _GROUPED_CAPABILITIES = (9, 10)
 _ALIGNMENT = 16
 """torch's grouped matmul needs matrices whose row size is a multiple of this many bytes."""
@@ -80,7 +77,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         ConfigError: the configuration requests an impossible setting.
     """
     wanted = trainer.megatron
-    lacking = older_engine(kernels, ENGINE) if kernels.cuda else "there is no GPU"
+    lacking = lacks_engine(kernels) if kernels.cuda else "there is no GPU"
     engine = not lacking and wanted.transformer_impl != "local"
     if wanted.transformer_impl == "transformer_engine" and lacking:
         raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
@@ -92,7 +89,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
             expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
             hint=_WITHOUT,
         )
-    gpu_settings.check(trainer, kernels, engine, lacking or "transformer_impl is local")
+    gpu_settings.check(trainer, kernels, "" if engine else lacking or "transformer_impl is local")
     experts = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
     if (cannot := _lacks_gather(trainer, run, experts)) and wanted.overlap_param_gather:
         raise _refusal("overlap_param_gather", "true", "false or null", cannot)
@@ -106,7 +103,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         experts=experts,
         moe_permute_fusion=fused,
         # A fused router does not ask for recorded experts.
-        moe_router_fusion=fused and not run.keeps_routing and kernels.transformer_engine >= _ROUTER,
+        moe_router_fusion=fused and not run.keeps_routing,
         # Megatron's kernel for latent attention is experimental and supports only YaRN. Its `fused_apply_rotary_pos_emb_thd` (0.16.1) does
         # not tell Transformer Engine that neighbouring dimensions rotate together, so it would rotate halves.
         apply_rope_fusion=engine and not run.latent and not run.interleaved_rope,

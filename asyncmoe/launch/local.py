@@ -232,7 +232,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     if limit is not None and kind.rank > limit:
         raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
     if section.start is not None:
-        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))
+        peft.start_from(section.start, models.shape_of(hf), kind, str(config.model.path))
 
 
 class _LocalParts:

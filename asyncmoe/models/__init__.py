@@ -13,7 +13,7 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
 from asyncmoe.models.config_keys import FAMILY, misfits
-from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
+from asyncmoe.models.families import FAMILIES, family_of, shape_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
 from asyncmoe.models.lora import halves
@@ -37,6 +37,7 @@ __all__ = [
     "kept_routing",
     "load_hf_config",
     "recording",
+    "shape_of",
     "trainer_parallel",
     "with_family",
 ]
@@ -122,7 +123,7 @@ def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
         ConfigError: a key of the model's configuration is missing.
         UserError: unsupported model family.
     """
-    return None if config.adapter is None else kind_of(config.adapter, family_of(hf).shape_of(hf))
+    return None if config.adapter is None else kind_of(config.adapter, shape_of(hf))
 
 
 def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:

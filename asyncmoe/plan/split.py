@@ -23,7 +23,7 @@ from math import ceil
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
-from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, checks, shape_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -175,7 +175,7 @@ def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> in
 
 def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     """Return the first sizes that fit, in the order of rule 2 above, if any."""
-    m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
+    m, whole, room = shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     ranks = {p: [cp for cp in checks.divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
     every = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
@@ -260,7 +260,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
 
 def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
-    m = family_of(hf).shape_of(hf)
+    m = shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)

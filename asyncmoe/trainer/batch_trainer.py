@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.models import family_of
+from asyncmoe.models import shape_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.rpc.client import Client
@@ -82,7 +82,7 @@ class Learner:
     ) -> None:
         self._plugins, self._samples, self._skips = plugins, samples, 0
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
-        self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
+        self._mesh, self._width = model.mesh, attention_width(shape_of(model.hf))
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:

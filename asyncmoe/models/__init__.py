@@ -32,6 +32,7 @@ __all__ = [
     "adapter_of",
     "check",
     "engine_dtype",
+    "engine_parallel",
     "family_of",
     "hf_config_of",
     "kept_routing",
@@ -96,7 +97,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     if faults:
         raise together(faults)
     _check_lengths(config, hf)
-    family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
+    family.check(hf, trainer_parallel(config), engine_parallel(config))
     _check_float8(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
@@ -134,7 +135,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         raise ConfigError("train", got="lora", expected="full because the model's checkpoint is in float8", hint=hint)
     if config.sync.method == "disk":
         raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is in float8")
-    payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
+    payload, engines = Payload(hf), engine_parallel(config)
     what = "trainer"
     try:
         payload.trainer(trainer_parallel(config), "bfloat16")
@@ -160,11 +161,16 @@ def trainer_parallel(config: Config) -> MegatronParallel:
         pp=trainer.pp,
         ep=trainer.ep,
         etp=trainer.expert_tp,
-        dp=config.trainer.dp * config.trainer.cp,
+        dp=trainer.dp * trainer.cp,
         vpp=trainer.vpp,
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,
     )
+
+
+def engine_parallel(config: Config) -> EngineParallel:
+    """Return the parallel sizes of an engine."""
+    return EngineParallel(config.engines.tp, config.engines.ep)
 
 
 def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:

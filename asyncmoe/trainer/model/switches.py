@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from asyncmoe.config import Config
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.models import family_of, kept_routing
+from asyncmoe.models.latent import Latent
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import gpu_settings
 from asyncmoe.trainer.model.gpu_settings import lacks_engine
@@ -45,6 +48,29 @@ class RunFeatures:
     interleaved_rope: bool
     float32: bool
     published_every: int
+
+
+def run_features(hf: Mapping[str, Any], config: Config, float32: bool) -> RunFeatures:
+    """Return the features of a run that `decide` takes.
+
+    Args:
+        hf: the model's config.json.
+        float32: whether the trainer's weights are float32.
+    """
+    family, expert_widths = family_of(hf), tuple[int, ...]()
+    shape = family.shape_of(hf)
+    if shape.experts:
+        rank = () if config.adapter is None else (config.adapter.rank,)
+        expert_widths = (shape.hidden, shape.expert_width // config.trainer.expert_tp, *rank)
+    return RunFeatures(
+        expert_widths=expert_widths,
+        lora=config.adapter is not None,
+        keeps_routing=kept_routing(config, hf) is not None,
+        latent=isinstance(shape.attention, Latent),
+        interleaved_rope=bool(family.megatron_config(hf)[0].get("rotary_interleaved")),
+        float32=float32,
+        published_every=config.sync.every,
+    )
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout or attention_dropout or config.window_size is not None:
-            raise InvariantBroken("PackedAttention has no dropout or sliding window")
         self.scale = softmax_scale
         self._ranks: Any = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
@@ -75,18 +72,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if attention_bias is not None or attention_mask is not None:
-            raise InvariantBroken("PackedAttention is causal only: it takes neither a mask nor a bias")
         width = value.shape[-1]
         if width < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - width))
         if packed_seq_params is None:
-            if self._ranks is not None:
-                raise InvariantBroken("context parallelism divides packed sequences only")
             return self._attend(query, key, value)[..., :width].flatten(2)
         bounds, rows = packed_seq_params.bounds, query.shape[0] * (1 if self._ranks is None else self._ranks.size())
         if bounds[0] != 0 or bounds[-1] != rows:

@@ -151,8 +151,8 @@ class Trainer:
         """Take the remaining steps. Return whether the controller asked to stop before the last one."""
         config = self._config
         try:
-            if config.warmup.steps <= self._step < self._total:
-                self._begin_sync_if_due()
+            if config.warmup.steps <= self._step < self._total and self._due:
+                self._begin_sync()
             while self._step < self._total:
                 self._tell_saved()
                 begin = unix()
@@ -220,19 +220,15 @@ class Trainer:
         every = self._config.trainer.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
-        if warm:
+        if warm and self._due:
             with self._waiting_for_sync(), mark("publish"):
-                self._begin_sync_if_due()
+                self._begin_sync()
 
     @property
     def _due(self) -> bool:
         """Whether to publish the weights: as soon as they are no older than the engines', then every `sync.every` steps."""
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
-
-    def _begin_sync_if_due(self) -> None:
-        if self._due:
-            self._begin_sync()
 
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)

@@ -65,10 +65,10 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
     try:
         meta: Mapping[str, Any] = answer["meta_info"]
         entries = meta["output_token_logprobs"]
-        tokens = _array(answer["output_ids"], "<i4", len(answer["output_ids"]))
-        if not np.array_equal(tokens, _array(map(itemgetter(1), entries), "<i4", len(entries))):
+        tokens = np.fromiter(answer["output_ids"], "<i4", len(answer["output_ids"]))
+        if not np.array_equal(tokens, np.fromiter(map(itemgetter(1), entries), "<i4", len(entries))):
             return None
-        logprobs = _array(map(itemgetter(0), entries), "<f4", len(entries))
+        logprobs = np.fromiter(map(itemgetter(0), entries), "<f4", len(entries))
         sent = meta.get("routed_experts")
         routes = None if sent is None else b64decode(sent, validate=True)
         parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), routes]
@@ -87,18 +87,14 @@ def install() -> None:
     after_import(MODULE, _mend)
 
 
-def _array(values: Any, kind: str, size: int) -> np.ndarray:
-    return np.fromiter(values, np.dtype(kind), size)
-
-
 def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Return the sizes, ids and log-probabilities of sampling masks."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
-    logprobs = None if values is None else _array(values, "<f4", len(values))
+    logprobs = None if values is None else np.fromiter(values, "<f4", len(values))
     if masks is None:
         return None, None, logprobs
-    counts = _array(map(len, masks), "<i4", len(masks))
-    return counts, _array(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
+    counts = np.fromiter(map(len, masks), "<i4", len(masks))
+    return counts, np.fromiter(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
 
 
 def _mend(module: ModuleType) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
@@ -24,10 +25,6 @@ from asyncmoe.platform.megatron.grouped_experts import multiply  # noqa: E402
 
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows, weight) -> output rows."""
-
-
-def _times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows @ weight.t()
 
 
 class Pairs(torch.nn.Module):
@@ -52,7 +49,7 @@ class Pairs(torch.nn.Module):
         """Yield the pairs' contribution to the layer's weight, [rows, in] on this rank; for experts, one per expert."""
         raise NotImplementedError
 
-    def output(self, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
+    def output(self, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = F.linear) -> torch.Tensor:
         """Return the pairs' output on this rank, [..., rows], from hidden [..., sum of the projections' ranks], one projection after
         another."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
@@ -107,7 +104,7 @@ class ExpertPairs(Pairs):
         """
 
         def times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _times(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
+            return F.linear(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
 
         hidden = self.scale * times(x, torch.cat(self._of("a"), dim=-2))
         return output + self.output(hidden, self._of("b"), times)

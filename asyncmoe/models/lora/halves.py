@@ -147,8 +147,8 @@ def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, de
                 own = replace(half, experts=span(m.experts, parallel.ep, parallel.ep_rank(rank)), expert_data=parallel.ep > 1)
                 found.append(_spread(own, "etp", parallel.etp, parallel.etp_rank(rank)))
             else:
-                front = "experts.shared." if place == "experts" else "shared." if place else ""
-                found.append(_spread(replace(half, front=front), "tp", parallel.tp, parallel.tp_rank(rank)))
+                own = replace(half, front="experts.shared." if place == "experts" else "shared." if place else "")
+                found.append(_spread(own, "tp", parallel.tp, parallel.tp_rank(rank)))
     return tuple(found)
 
 

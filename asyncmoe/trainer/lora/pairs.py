@@ -60,7 +60,7 @@ class Pairs(torch.nn.Module):
         ]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([part.unflatten(-1, (self.query_groups, -1)) for part in parts], dim=-1).flatten(-2)
+        return torch.cat([torch.unflatten(part, -1, (self.query_groups, -1)) for part in parts], dim=-1).flatten(-2)
 
     def _of(self, side: str) -> list[torch.Tensor]:
         return [self.get_parameter(f"{name}_{side}") for name in self.projections]

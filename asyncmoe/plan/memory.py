@@ -66,6 +66,10 @@ class GpuMemory:
         """Bytes that a proposal keeps free beside a trainer's total."""
         return int(MARGIN * (self.parts.get("activations", 0) + self.parts.get("working set", 0)))
 
+    def fits(self, gpu_gb: float) -> bool:
+        """Return whether the total fits into the planned memory of a GPU."""
+        return self.total <= usable(gpu_gb)
+
 
 def usable(gpu_gb: float) -> int:
     """Return the planned bytes of a GPU."""

@@ -71,7 +71,7 @@ def _show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Conso
     rows.append(("in all", [f"{memory.total / 1e9:.3g}" for memory in held]))
     rows.append((f"kept free of {gpu_gb:g}", [f"{gpu_gb - memory.total / 1e9:.3g}" for memory in held]))
     room = f"of {usable(gpu_gb) / 1e9:.3g} planned for ({USABLE:.0%} of {gpu_gb:g})"
-    rows.append((room, ["fits" if memory.total <= usable(gpu_gb) else "does not fit" for memory in held]))
+    rows.append((room, ["fits" if memory.fits(gpu_gb) else "does not fit" for memory in held]))
     console.print(grid("GB each", columns, rows))
 
 

@@ -62,6 +62,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> None:
         super().__init__(config=config)
+        if config.attention_dropout or config.window_size is not None:
+            raise InvariantBroken("PackedAttention has no dropout or sliding window")
         self.scale = softmax_scale
         self._ranks: Any = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 

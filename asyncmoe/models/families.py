@@ -47,7 +47,7 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     if FAMILY in hf:
         own = load_own(target := hf[FAMILY])
         if kind not in (own.name, *own.also):
-            expected = f"model_type {' or '.join((own.name, *own.also))} in config.json, for which {target} is"
+            expected = f"model_type {' or '.join((own.name, *own.also))} in config.json, which {target} supports"
             raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
         return own
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -99,7 +99,7 @@ def try_family(hf: Mapping[str, Any]) -> None:
             for name, step in steps.items():
                 if not step():
                     expected = "the type that asyncmoe.models.Family documents"
-                    raise ConfigError(KEY, got=f"another type from {name} of {target}", expected=expected)
+                    raise ConfigError(KEY, got=f"a wrong type from {name} of {target}", expected=expected)
     except plugins.Failed as failed:
         got, expected = f"{failed} from {name} of {target}", "a result; it must not raise an exception, end the process or wait"
         raise ConfigError(KEY, got=got, expected=expected) from failed

@@ -29,8 +29,8 @@ Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 class PlantEngines(Section):
     """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
 
-    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`: in the
-    simulation, steps do not grow with contexts, and memory is not modelled. Set `max_running` to the number of requests that fit.
+    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`. The simulation
+    does not model memory: set `max_running` to the number of requests that fit.
     """
 
     count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = 48

@@ -1,8 +1,8 @@
 """Packs the routes of a response in the scheduler.
 
 SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
-`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336, and 448 in base64. The reader accepts
-both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
+`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336 bytes, or 448 in base64. The reader
+accepts both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
 """
 
 from __future__ import annotations

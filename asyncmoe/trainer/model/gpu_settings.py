@@ -37,7 +37,7 @@ def check(trainer: TrainerSection, kernels: Kernels, lacking: str) -> None:
             raise no_gpu_for(key, value)
     if trainer.memory.low_precision and (why := lacks_engine(kernels)):
         key, value = next(one for one in trainer.needs_gpu if one[1] == "bfloat16")
-        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install it")
+        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install Transformer Engine")
     if trainer.precision == "fp8" and (why := _lacks_hopper(kernels) or lacking):
         raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 

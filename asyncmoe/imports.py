@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection within the block, which only imports.
+    """Disable garbage collection within the block, which only imports, or makes no garbage that needs it.
 
     Importing torch and Megatron makes a million objects, hardly any of them garbage; repeated collections would take a sixth of the time.
     """

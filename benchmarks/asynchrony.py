@@ -74,7 +74,7 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
     rate, base = rates.working, measured["sync"]
     tokens, sync_s = base["tokens"], base["sync_s"]
     t_train, t_gen = base["train_s"], base["step_s"] - base["train_s"] - sync_s
-    g, e = laws.share(t_gen, t_train), tokens / rate / t_gen
+    g, e = t_gen / (t_gen + t_train), tokens / rate / t_gen
     pause_s = min(base["pause_s"], sync_s)
     bound = {"s_pools": laws.s_pools(t_gen, t_train, e, sync_s - pause_s, pause_s), "s_max": laws.s_max(g, e)}
     symbols = {"t_gen": t_gen, "t_train": t_train, "g": g, "e": e, **bound}

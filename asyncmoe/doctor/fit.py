@@ -48,11 +48,9 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
 @_of_run
 def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
     """Check that `trainer.megatron` asks for nothing that this machine lacks."""
-    from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, without which the doctor must still run
-
     if machine.trainer.kernels is None:
         return finding.absent("this machine's packages and GPUs are not known", "see the line torch")
-    on = switches.decide(run.config.trainer, machine.trainer.kernels, run_features(run.hf, run.config, run.trainer_float32))
+    on = switches.decide(run.config.trainer, machine.trainer.kernels, switches.run_features(run.hf, run.config, run.trainer_float32))
     return finding.ok(on.text)
 
 

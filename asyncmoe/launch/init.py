@@ -133,7 +133,7 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
     """Return the sections for this machine's GPUs split in two halves, with adapters if the GPUs cannot train all weights."""
-    adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
+    adapter = kind_of(LoraSection(), models.shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found = render_plan.sections(suggest(hf, cluster)[0])

@@ -234,7 +234,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
         expected = f"at most {limit}, the --max-lora-rank of engines.args"
         raise ConfigError("lora.rank", got=kind.rank, expected=expected, hint="raise --max-lora-rank, or lower lora.rank")
     if section.start is not None:
-        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))
+        peft.start_from(section.start, models.shape_of(hf), kind, str(config.model.path))
 
 
 class _LocalParts:

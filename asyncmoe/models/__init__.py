@@ -13,7 +13,7 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
 from asyncmoe.models.config_keys import FAMILY, misfits
-from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
+from asyncmoe.models.families import FAMILIES, family_of, shape_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
 from asyncmoe.models.lora import halves
@@ -32,11 +32,13 @@ __all__ = [
     "adapter_of",
     "check",
     "engine_dtype",
+    "engine_parallel",
     "family_of",
     "hf_config_of",
     "kept_routing",
     "load_hf_config",
     "recording",
+    "shape_of",
     "trainer_parallel",
     "with_family",
 ]
@@ -95,7 +97,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     if faults:
         raise together(faults)
     _check_lengths(config, hf)
-    family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
+    family.check(hf, trainer_parallel(config), engine_parallel(config))
     _check_float8(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
@@ -122,7 +124,7 @@ def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
         ConfigError: a key of the model's configuration is missing.
         UserError: unsupported model family.
     """
-    return None if config.adapter is None else kind_of(config.adapter, family_of(hf).shape_of(hf))
+    return None if config.adapter is None else kind_of(config.adapter, shape_of(hf))
 
 
 def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
@@ -133,7 +135,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         raise ConfigError("train", got="lora", expected="full because the model's checkpoint is in float8", hint=hint)
     if config.sync.method == "disk":
         raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is in float8")
-    payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
+    payload, engines = Payload(hf), engine_parallel(config)
     what = "trainer"
     try:
         payload.trainer(trainer_parallel(config), "bfloat16")
@@ -159,11 +161,16 @@ def trainer_parallel(config: Config) -> MegatronParallel:
         pp=trainer.pp,
         ep=trainer.ep,
         etp=trainer.expert_tp,
-        dp=config.trainer.dp * config.trainer.cp,
+        dp=trainer.dp * trainer.cp,
         vpp=trainer.vpp,
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,
     )
+
+
+def engine_parallel(config: Config) -> EngineParallel:
+    """Return the parallel sizes of an engine."""
+    return EngineParallel(config.engines.tp, config.engines.ep)
 
 
 def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:

@@ -122,7 +122,7 @@ def check_divides(key: str, size: int, name: str, total: int) -> None:
         ConfigError: names the possible sizes.
     """
     if total % size:
-        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", hint=_possible(_divisors(total)))
+        raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", hint=_possible(divisors(total)))
 
 
 def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
@@ -140,10 +140,11 @@ def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
     if any(count % parallel.vpp for count in counts):
         sizes = ", ".join(map(str, sorted(set(counts))))
         expected = f"a divisor of each pipeline stage's number of layers ({sizes})"
-        raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, hint=_possible(_divisors(gcd(*counts))))
+        raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, hint=_possible(divisors(gcd(*counts))))
 
 
-def _divisors(total: int) -> list[int]:
+def divisors(total: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
     return [d for d in range(1, total + 1) if total % d == 0]
 
 

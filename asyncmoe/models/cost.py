@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from asyncmoe.models.latent import Latent
+from asyncmoe.models.latent import head_dims
 from asyncmoe.models.shape import Shape
 
 
@@ -20,6 +20,4 @@ def attention_width(m: Shape) -> int:
     dense, mixture = 3 * m.hidden * m.dense_width, 3 * m.hidden * (m.experts_per_token * m.expert_width + m.shared_width)
     without = len(m.dense_layers)
     weights = m.layers * matrices + without * dense + (m.layers - without) * (mixture + m.hidden * m.experts) + m.vocab * m.hidden
-    latent = m.attention if isinstance(m.attention, Latent) else None
-    key, value = (latent.nope + latent.rope, latent.value) if latent else (m.head_dim, m.head_dim)
-    return 2 * weights // (m.layers * m.heads * (key + value))
+    return 2 * weights // (m.layers * m.heads * sum(head_dims(m)))

@@ -45,18 +45,19 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     """
     kind = hf.get("model_type")
     if FAMILY in hf:
-        return _own(hf[FAMILY], kind)
+        own = load_own(target := hf[FAMILY])
+        if kind not in (own.name, *own.also):
+            expected = f"model_type {' or '.join((own.name, *own.also))} in config.json, which {target} supports"
+            raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
+        return own
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError("model_type in config.json", got=repr(kind), expected=" or ".join(sorted(FAMILIES)))
     return FAMILIES[kind]
 
 
-def _own(target: str, kind: object) -> Family:
-    found = load_own(target)
-    if kind not in (found.name, *found.also):
-        expected = f"a model_type that {target} supports ({' or '.join((found.name, *found.also))})"
-        raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
-    return found
+def shape_of(hf: Mapping[str, Any]) -> Shape:
+    """Return the sizes of a model. Raises as `family_of`, or ConfigError for a key that is missing."""
+    return family_of(hf).shape_of(hf)
 
 
 def load_own(target: str) -> Family:

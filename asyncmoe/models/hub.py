@@ -118,13 +118,10 @@ def _patterns(config: Config) -> list[str]:
 def _wanted(config: Config, info: Any) -> Sequence[Any]:
     """Return the files of a repository that a run needs (`RepoSibling`). Raises DataError if there is no model among them."""
     files = [file for file in info.siblings or () if any(fnmatch(file.rfilename, pattern) for pattern in _patterns(config))]
-    for what, there in (
-        ("config.json", any(file.rfilename == "config.json" for file in files)),
-        ("safetensors files", any(fnmatch(file.rfilename, _WEIGHTS) for file in files)),
-    ):
-        if not there:
+    for pattern in ("config.json", _WEIGHTS):
+        if not any(fnmatch(file.rfilename, pattern) for file in files):
             expected = "a repository with config.json, safetensors files and a tokenizer"
-            raise DataError("model.path", got=f"{config.model.path} without {what}", expected=expected)
+            raise DataError("model.path", got=f"{config.model.path} without {pattern}", expected=expected)
     return files
 
 

@@ -131,6 +131,12 @@ def latent(hf: HfConfig) -> Latent:
     )
 
 
+def head_dims(m: Shape) -> tuple[int, int]:
+    """Return the dimensions of a head's key and value, in a model with any kind of attention."""
+    kind = m.attention
+    return (kind.nope + kind.rope, kind.value) if isinstance(kind, Latent) else (m.head_dim, m.head_dim)
+
+
 def features(hf: HfConfig) -> list[Wanted]:
     """Return restrictions for features that Megatron and transformers compute differently.
 

@@ -19,7 +19,7 @@ from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section, said
 from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models.families import family_of
+from asyncmoe.models.families import family_of, shape_of
 from asyncmoe.models.hf_folder import texts
 from asyncmoe.models.hub import is_id
 
@@ -158,7 +158,7 @@ def read(run_dir: Path) -> dict[str, str]:
 
 def _sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of a model that decide the shapes of its tensors."""
-    shape = family_of(hf).shape_of(hf)
+    shape = shape_of(hf)
     return {
         "layers": shape.layers,
         "layers without experts": len(shape.dense_layers),

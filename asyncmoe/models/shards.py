@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.shape import Shape, Shapes
-from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, columns, rows, whole
+from asyncmoe.reshard.layout import PADDING, LayoutBuilder, columns, rows, whole
 
 
 def shard(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -63,12 +63,9 @@ def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor
     total, *rest = shapes[tensor]
     first, count = shard(padded(total, multiple), parts, index)
     real = max(0, min(count, total - first))
-    held: list[tuple[str, Box]] = []
-    if real:
-        held.append((tensor, rows((total, *rest), first, real)))
-    if real < count:
-        held.append((PADDING, whole((count - real, *rest))))
-    builder.stack(storage, held)
+    held = [(tensor, rows((total, *rest), first, real))] if real else []
+    padding = [(PADDING, whole((count - real, *rest)))] if real < count else []
+    builder.stack(storage, held + padding)
 
 
 def padded(total: int, multiple: int) -> int:

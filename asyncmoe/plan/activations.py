@@ -33,7 +33,7 @@ from math import prod
 from asyncmoe.config.lora import ATTENTION, MLP
 from asyncmoe.models import MegatronParallel, head_blocks
 from asyncmoe.models.attention import Grouped
-from asyncmoe.models.latent import Latent
+from asyncmoe.models.latent import Latent, head_dims
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import ITEM_BYTES
@@ -113,11 +113,11 @@ def recomputed(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: b
     found = 0
     if "layernorm" in modules:
         found += here * pass_.item * 2 * 2 * m.hidden  # both norms' normalized inputs and outputs
-    latent = m.attention if isinstance(m.attention, Latent) else None
-    if latent is not None and "mla_up_proj" in modules:
-        found += here * pass_.item * m.heads * (2 * (latent.nope + latent.rope) + latent.value)
+    key, value = head_dims(m)
+    if isinstance(m.attention, Latent) and "mla_up_proj" in modules:
+        found += here * pass_.item * m.heads * (2 * key + value)
     if "core_attn" in modules:
-        found += here * pass_.item * m.heads * (latent.value if latent else m.head_dim)  # the kernel's kept output
+        found += here * pass_.item * m.heads * value  # the kernel's kept output
     if dense:
         return found + (_mlp(m, parallel.tp, pass_) - here * pass_.item * 3 * m.hidden if "mlp" in modules else 0)
     if not m.experts:
@@ -232,11 +232,7 @@ def _attention_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -
     summed (`asyncmoe.platform.megatron.context_attention`); the longest block, if the micro-batch is one sequence, has all rows but a
     chunk.
     """
-    kind = m.attention
-    if isinstance(kind, Latent):
-        query = shared = m.heads * max(kind.nope + kind.rope, kind.value)
-    else:
-        query, shared = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    query, shared = (heads * max(head_dims(m)) for heads in (m.heads, m.kv_heads))
     entries = pass_.rows * pass_.item // parallel.tp
     if pass_.cp == 1:
         return entries * (query + 2 * (query + 2 * shared))
@@ -253,11 +249,9 @@ def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     """
     if pass_.cp == 1:
         return 0
-    if isinstance(kind := m.attention, Latent):
-        width = m.heads * (2 * max(kind.nope + kind.rope, kind.value) if pass_.item == 4 else kind.nope + kind.rope + kind.value)
-    else:
-        width = 2 * m.kv_heads * m.head_dim
-    return pass_.rows * pass_.cp * width // parallel.tp * pass_.item * (2 if pass_.item == 4 else 1)
+    # In float32: keys, values padded to their width, and the gradients of both.
+    width = 4 * max(head_dims(m)) if pass_.item == _FLOAT32 else sum(head_dims(m))
+    return pass_.rows * pass_.cp * m.kv_heads * width // parallel.tp * pass_.item
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
+from asyncmoe.models import adapter_of, engine_dtype, engine_parallel, load_hf_config, make, trainer_parallel, with_family
 from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, Training
@@ -78,7 +78,7 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
-    engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
+    engine = memory.engine(hf, engine_parallel(config), serves)
     return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, needs)
 
 
@@ -118,7 +118,7 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
     tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
     serves = replace(serving(config, hf, staged=staged), tokens=tokens)
-    engine = memory.engine(hf, EngineParallel(section.tp, section.ep), serves)
+    engine = memory.engine(hf, engine_parallel(config), serves)
     return max(stages, key=lambda stage: stage.total), engine
 
 
@@ -154,7 +154,7 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     """
     section, staged = config.engines, stages(config, hf, gpu_gb)
     serves = serving(config, hf, staged=staged)
-    parallel, given = EngineParallel(section.tp, section.ep), _tokens(config)
+    parallel, given = engine_parallel(config), _tokens(config)
     trainer, wanted = least(config, hf, staged)
     room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
     if wanted.total > room:

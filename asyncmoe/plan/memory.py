@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncmoe.engines.adapters import SLOTS
 from asyncmoe.errors import LayoutError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of, shape_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import layer_halves
@@ -166,7 +166,7 @@ def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[Gpu
 
 
 def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -> GpuMemory:
-    m, pass_ = family_of(hf).shape_of(hf), training.microbatch
+    m, pass_ = shape_of(hf), training.microbatch
     rank = stage * parallel.tp * parallel.dp
     weights = weights_of(hf, parallel, rank, pass_.dtype)
     adapters = RankParameters() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
@@ -314,7 +314,7 @@ def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
     """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention,
     every rank holds the compressed vector and the key part shared by all heads."""
-    m = family_of(hf).shape_of(hf)
+    m = shape_of(hf)
     if isinstance(m.attention, Latent):
         entries = m.attention.kv_rank + m.attention.rope
     else:
@@ -324,7 +324,7 @@ def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
 
 def _derived(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
     """Return the bytes of the weight copies that SGLang 0.5.23 derives: both parts of kv_b_proj in another layout (`post_load_weights`)."""
-    m = family_of(hf).shape_of(hf)
+    m = shape_of(hf)
     if not isinstance(m.attention, Latent):
         return 0
     up = prod(m.attention.shapes(m)["kv_b"]) // parallel.tp

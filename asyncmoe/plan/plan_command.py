@@ -14,7 +14,6 @@ from asyncmoe import models
 from asyncmoe.config.loading import section
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import EngineParallel
 from asyncmoe.models.checks import UNTRAINED, untrained_layers
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
@@ -45,7 +44,7 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     models.check(config, hf)
     cpu = budget.for_cpu(config)
     found = budget.of_run(config, hf, gpu_gb or (budget.CPU_GB if cpu else GPU_GB), cpu)
-    sizes = models.trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep), config.engines.count
+    sizes = models.trainer_parallel(config), models.engine_parallel(config), config.engines.count
     dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
     forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
     render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
@@ -72,7 +71,7 @@ def of_cluster(
         UserError: unsupported model family.
     """
     hf = models.with_family(models.load_hf_config(model), family)
-    cluster = replace(cluster, adapter=None if lora is None else parse_adapter(lora, models.family_of(hf).shape_of(hf)))
+    cluster = replace(cluster, adapter=None if lora is None else parse_adapter(lora, models.shape_of(hf)))
     found = []
     for split in suggest(hf, cluster, None if measured is None else speeds.read(measured, hf)):
         run = {"run": {"dir": "run", "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}

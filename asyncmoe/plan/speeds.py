@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.models import EngineParallel, shape_of
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import EngineMemory, Hf
 
@@ -81,7 +81,7 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
 
 def active(hf: Hf) -> int:
     """Return the number of parameters that a token uses."""
-    m, whole = family_of(hf).shape_of(hf), memory.whole(hf)
+    m, whole = shape_of(hf), memory.whole(hf)
     return whole.dense + (whole.experts * m.experts_per_token // m.experts if m.experts else 0)
 
 

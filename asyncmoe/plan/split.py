@@ -24,7 +24,7 @@ from math import ceil
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
-from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, checks, shape_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -176,9 +176,9 @@ def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> in
 
 def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     """Return the first sizes that fit, in the order of rule 2 above, if any."""
-    m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
+    m, whole, room = shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
-    ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
+    ranks = {p: [cp for cp in checks.divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
     every = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
     choices = sorted(every, key=lambda one: (one[2], one[0].ep > cluster.gpus, one[0].pp, one[1], one[0].tp, one[0].ep))
     found: TrainerSizes | None = None
@@ -216,12 +216,12 @@ def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) 
 def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]:
     """Yield all sizes that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
-    for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
+    for tp, pp in product(checks.divisors(cluster.gpus), checks.divisors(gpus)):
         stages = _stages(m.layers, pp)
         if gpus % (tp * pp) or stages is None:
             continue
         dp = gpus // (tp * pp)
-        for ep in _divisors(tp * dp) if m.experts else (1,):
+        for ep in checks.divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
             sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
             with suppress(ConfigError):
@@ -261,7 +261,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
 
 def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
-    m = family_of(hf).shape_of(hf)
+    m = shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
@@ -277,12 +277,8 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
-    for tp in _divisors(gpus):
+    for tp in checks.divisors(gpus):
         sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
         with suppress(ConfigError):
             checks.check_engine("", m, sizes)
             yield sizes
-
-
-def _divisors(total: int) -> list[int]:
-    return [size for size in range(1, total + 1) if total % size == 0]

@@ -65,17 +65,13 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _added(tensor, group)
+        result = tensor.clone()
+        dist.all_reduce(result, group=group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _added(gradients[0], ctx.group), None
-
-
-def _added(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    result = tensor.clone()
-    dist.all_reduce(result, group=group)
-    return result
+        return summed(gradients[0], ctx.group), None
 
 
 def everyones(mine: T) -> list[T]:

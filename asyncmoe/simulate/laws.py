@@ -29,11 +29,6 @@ the sync.
 from __future__ import annotations
 
 
-def share(t_gen: float, t_train: float) -> float:
-    """Return g, generation's share of the synchronous step."""
-    return t_gen / (t_gen + t_train)
-
-
 def s_max(g: float, e: float) -> float:
     """Return the largest speed-up of asynchrony on one pool of GPUs, over using the same GPUs for each phase in turn."""
     return 1 / (g * e + 1 - g)

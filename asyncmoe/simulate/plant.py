@@ -33,70 +33,71 @@ class PlantEngines(Section):
     does not model memory: set `max_running` to the number of requests that fit.
     """
 
-    count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
-    gpus: Positive = Field(1, description="GPUs of one engine.")
-    max_running: Annotated[int, Field(gt=0, le=65_536), NUMBER] = Field(
-        64, description="Requests an engine decodes at once; further requests wait. A larger batch makes steps slower and tokens cheaper."
-    )
-    step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
-    step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
-    prefill_s: NonNegativeFloat = Field(
-        0.0, description="Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."
-    )
+    count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = 48
+    """Number of SGLang servers."""
+    gpus: Positive = 1
+    """GPUs of one engine."""
+    max_running: Annotated[int, Field(gt=0, le=65_536), NUMBER] = 64
+    """Requests an engine decodes at once; further requests wait. A larger batch makes steps slower and tokens cheaper."""
+    step_s: PositiveFloat = 0.008
+    """Seconds of a decoding step with an empty batch: the time to read the weights."""
+    step_batch: PositiveFloat = 128.0
+    """Batch size at which a decoding step takes twice as long as an empty one."""
+    prefill_s: NonNegativeFloat = 0.0
+    """Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."""
 
 
 class PlantTrainer(Section):
     """The GPUs that train."""
 
-    gpus: Positive = Field(16, description="GPUs of the trainer.")
-    least_gpus: Positive = Field(1, description="Fewest GPUs on which the trainer fits, by `asyncmoe plan`; --sweep tries multiples of it.")
-    step_s: PositiveFloat = Field(
-        60.0, description="Seconds of a training step on these GPUs. --sweep assumes that it is inversely proportional to their number."
-    )
+    gpus: Positive = 16
+    """GPUs of the trainer."""
+    least_gpus: Positive = 1
+    """Fewest GPUs on which the trainer fits, by `asyncmoe plan`; --sweep tries multiples of it."""
+    step_s: PositiveFloat = 60.0
+    """Seconds of a training step on these GPUs. --sweep assumes that it is inversely proportional to their number."""
 
 
 class PlantSync(Section):
     """The weight update after each training step."""
 
-    seconds: NonNegativeFloat = Field(0.0, description="Seconds of an update during which engines generate with the previous version.")
-    pause_s: NonNegativeFloat = Field(0.0, description="Seconds of the pause that ends an update, in which engines swap the weights.")
+    seconds: NonNegativeFloat = 0.0
+    """Seconds of an update during which engines generate with the previous version."""
+    pause_s: NonNegativeFloat = 0.0
+    """Seconds of the pause that ends an update, in which engines swap the weights."""
 
 
 class PlantScoring(Section):
     """The scoring of responses, which no engine waits for."""
 
-    seconds: NonNegativeFloat = Field(0.0, description="Median seconds to score a response.")
-    sigma: Spread = Field(0.0, description="Standard deviation of the logarithm of the scoring time; 0: always the median.")
-    concurrency: Positive | None = Field(None, description="Responses scored at once; null: no limit.")
+    seconds: NonNegativeFloat = 0.0
+    """Median seconds to score a response."""
+    sigma: Spread = 0.0
+    """Standard deviation of the logarithm of the scoring time; 0: always the median."""
+    concurrency: Positive | None = None
+    """Responses scored at once; null: no limit."""
 
 
 class Plant(Section):
     """The cluster to simulate, and the run on it."""
 
-    workload: str = Field(
-        "lognormal",
-        description="Distribution of response lengths: lognormal, fixed, math or search, with "
-        "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); a file with one length "
-        "in tokens per line; or the directory of a run, from whose recorded groups lengths are drawn.",
-    )
-    groups_per_step: Positive = Field(384, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
-    group_size: Positive = Field(8, description="Responses to each prompt.")
-    max_staleness: NonNegative = Field(
-        4,
-        description="Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait "
-        "for each other; older tokens are worse to learn from. --sweep tries several.",
-    )
-    max_concurrent: Positive | None = Field(
-        None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most, and if null, "
-        "engines.count * engines.max_running.",
-    )
-    steps: Positive = Field(
-        40,
-        description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1) steps, or the first half if that is "
-        "fewer.",
-    )
-    seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
+    workload: str = "lognormal"
+    """Distribution of response lengths: lognormal, fixed, math or search, with keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3
+    (icc: how alike the responses of a group are); a file with one length in tokens per line; or the directory of a run, from whose recorded
+    groups lengths are drawn."""
+    groups_per_step: Positive = 384
+    """Prompts per training step. The batch is groups_per_step * group_size responses."""
+    group_size: Positive = 8
+    """Responses to each prompt."""
+    max_staleness: NonNegative = 4
+    """Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait for each other;
+    older tokens are worse to learn from. --sweep tries several."""
+    max_concurrent: Positive | None = None
+    """Requests in flight over all engines, as `rollout.max_concurrent`; at most, and if null, engines.count * engines.max_running."""
+    steps: Positive = 40
+    """Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1) steps, or the first half if that is fewer."""
+    seed: NonNegative = 0
+    """Seed of every random draw; the same seed gives the same result."""
     engines: PlantEngines = PlantEngines()
     trainer: PlantTrainer = PlantTrainer()
     sync: PlantSync = PlantSync()

@@ -10,16 +10,14 @@ The engines are in `generating`; scoring, queue, trainer and weight sync are her
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.imports import uncollected
 from asyncmoe.simulate.generating import SimulatedEngines
 from asyncmoe.simulate.plant import Mode, Plant
 from asyncmoe.simulate.state import Reading, RunState, SimulatedGroup, SimulatedResponse, SimulatedRun, summarise
@@ -39,21 +37,8 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
         InvariantBroken: a token older than the bound reached the trainer, counts do not add up, or no event is left. Each would be a bug in
             the live system's policy.
     """
-    with _without_collector():
+    with uncollected():  # collections take 40 % of the time with 10,000 engines, and find nothing: groups break their own cycles
         return Simulation(plant, workload, mode, skip).run()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable Python's search for reference cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their
-    own cycles at the end."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Simulation:

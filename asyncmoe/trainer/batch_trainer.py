@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.models import family_of
+from asyncmoe.models import shape_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.rpc.client import Client
@@ -37,6 +37,7 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
 LogProbs = dict[int, np.ndarray]
 """float32[T] by position in the batch."""
+_NO_ADVANTAGE = np.zeros(1)
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Learner:
     ) -> None:
         self._plugins, self._samples, self._skips = plugins, samples, 0
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
-        self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
+        self._mesh, self._width = model.mesh, attention_width(shape_of(model.hf))
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
@@ -100,7 +101,7 @@ class Learner:
             layers = () if self._replay is None else self._replay.layers
             trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks)
         if phase == "warmup":
-            nothing, lr = _no_advantages(trajectories), self._config.warmup.lr
+            nothing, lr = dict.fromkeys(trajectories, _NO_ADVANTAGE), self._config.warmup.lr
             made = [batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh) for update in updates]
             arguments = (SupervisedLoss(), lr, before_update, self._replay)
             return Learned([train_step(self._model, self._optimizer, batches, *arguments) for batches in made])
@@ -142,7 +143,9 @@ class Learner:
             # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
             bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
             with self._reference():
-                of_bare = partial(batch_client.microbatches, trajectories=bare, advantages=_no_advantages(bare), config=config, mesh=mesh)
+                of_bare = partial(
+                    batch_client.microbatches, trajectories=bare, advantages=dict.fromkeys(bare, _NO_ADVANTAGE), config=config, mesh=mesh
+                )
                 reference = self._scored(updates, of_bare, lengths)
         metrics, sampled = [], self._samples.of(leased.items)
         for i, update in enumerate(updates):
@@ -170,7 +173,3 @@ class Learner:
             found = logprobs_only(self._model, microbatches(update), lengths, temperature, self._replay, sampled_only=True)
             scored |= {i: found[i] for i in update.members}
         return scored
-
-
-def _no_advantages(trajectories: Mapping[int, Trajectory]) -> dict[int, np.ndarray]:
-    return {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}

@@ -21,7 +21,7 @@ from asyncmoe.checkpoints import intact  # noqa: E402
 from asyncmoe.checkpoints.manifest import MANIFEST  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
-from asyncmoe.models import family_of  # noqa: E402
+from asyncmoe.models import shape_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import Adapter  # noqa: E402
 from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
@@ -79,7 +79,7 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.
     """
     assert built.adapter is not None
-    shape, kind = family_of(built.hf).shape_of(built.hf), built.adapter
+    shape, kind = shape_of(built.hf), built.adapter
     peft.check_expressible(shape, kind)
     halves: dict[str, np.ndarray] = {}
     for bucket, flat in gatherer.run():

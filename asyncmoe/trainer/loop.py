@@ -82,7 +82,7 @@ def run(config: Config) -> None:
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
-    Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
+    Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
     # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
     # fail.
     weights.close()
@@ -96,7 +96,6 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        place: mesh.Mesh,
         built: gpt.Model,
         adam: MegatronOptimizer,
         client: Client,
@@ -105,7 +104,8 @@ class Trainer:
         done: int,
         plugins: Plugins,
     ) -> None:
-        self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
+        place = built.mesh
+        self._config, self._mesh, self._model, self._client = config, place, built, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
         self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
@@ -151,8 +151,8 @@ class Trainer:
         """Take the remaining steps. Return whether the controller asked to stop before the last one."""
         config = self._config
         try:
-            if config.warmup.steps <= self._step < self._total:
-                self._begin_sync_if_due()
+            if config.warmup.steps <= self._step < self._total and self._due:
+                self._begin_sync()
             while self._step < self._total:
                 self._tell_saved()
                 begin = unix()
@@ -220,19 +220,15 @@ class Trainer:
         every = self._config.trainer.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
-        if warm:
+        if warm and self._due:
             with self._waiting_for_sync(), mark("publish"):
-                self._begin_sync_if_due()
+                self._begin_sync()
 
     @property
     def _due(self) -> bool:
         """Whether to publish the weights: once they are no older than those of the engines, then every `sync.every` steps."""
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
-
-    def _begin_sync_if_due(self) -> None:
-        if self._due:
-            self._begin_sync()
 
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)

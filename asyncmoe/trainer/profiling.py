@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ _MOST_ALLOCATIONS = 100_000
 """Allocator events in a snapshot; older ones are dropped."""
 
 
-def mark(name: str) -> AbstractContextManager[Any]:
-    """Name the block in the trace of this step, if any."""
-    return torch.profiler.record_function(name)
+mark = torch.profiler.record_function
+"""Names a block in the trace of this step, if any."""
 
 
 class Profiler:

@@ -136,9 +136,8 @@ class TrainerSamples:
     """
 
     def __init__(self, config: Config, mesh: Mesh, done: int, layers: int) -> None:
-        self._section, self._mesh, self._layers = config.telemetry.samples, mesh, layers
-        self._choice = choice_of(config)
-        write = mesh.rank == 0 and self._section.groups > 0
+        self._mesh, self._layers, self._choice = mesh, layers, choice_of(config)
+        write = mesh.rank == 0 and config.telemetry.samples.groups > 0
         self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
     def of(self, items: Sequence[Item]) -> BatchSamples:

@@ -221,9 +221,6 @@ def _run(
         return output, partial(finish, batch, head)
 
     batches = MicroBatches.of(microbatches)
-    most = max(batches.rows)
-    if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
-        raise InvariantBroken(f"interleaved model chunks: got micro-batches of {batches.rows} rows, expected equally many rows in each")
     iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(batches.shared(len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
@@ -232,7 +229,7 @@ def _run(
             data_iterator=iterators,
             model=list(model.ddp),
             num_microbatches=len(microbatches),
-            seq_length=most,
+            seq_length=max(batches.rows),
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -35,8 +35,7 @@ MACHINES = {
     "no GPU": Kernels(),
     "bare": BARE,
     "Volta": replace(BARE, capability=(7, 0)),
-    "old engine": replace(BARE, transformer_engine=(1, 13)),
-    "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
+    "old engine": replace(BARE, transformer_engine=(2, 6)),
     "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
     "all": replace(ENGINE, deep_ep=True),
@@ -89,7 +88,6 @@ def test_without_a_gpu_nothing_is_on() -> None:
         ("bare", "plain", "transformer_engine"),
         ("old engine", "plain", "transformer_engine"),
         ("engine", "plain", "moe_router_fusion"),  # routing is kept
-        ("engine 2.1", "live routing", "moe_router_fusion"),
         ("engine", "latent", "apply_rope_fusion"),
         ("engine", "interleaved rope", "apply_rope_fusion"),
         ("engine", "adapters", "gradient_accumulation_fusion"),
@@ -106,7 +104,7 @@ def test_what_cannot_be_is_off(machine: str, run: str, name: str) -> None:
 
 def test_experts_are_grouped_by_whoever_can() -> None:
     who = {machine: decided(machine).experts for machine in MACHINES}
-    assert who["engine"] == who["engine 2.1"] == who["all"] == "transformer_engine"
+    assert who["engine"] == who["all"] == "transformer_engine"
     assert who["bare"] == who["old engine"] == "torch"
     assert who["no GPU"] == who["Volta"] == "sequential"
     assert decided("bare", "adapters").experts == "torch"
@@ -123,7 +121,7 @@ def test_experts_are_grouped_by_whoever_can() -> None:
         ({}, "no GPU", "float8", "trainer.precision: got fp8 on a machine without a GPU"),
         ({}, "Ampere", "float8", "capability 9.0"),
         ({}, "bare", "float8", "Transformer Engine is not installed"),
-        ({}, "engine 2.1", "float8", "Transformer Engine is 2.1, older than 2.3"),
+        ({}, "old engine", "float8", "Transformer Engine is 2.6, older than 2.7"),
         ({}, "bare", "averages", "trainer.memory.exp_avg_dtype: got bfloat16, expected float32"),
         ({"transformer_impl": "transformer_engine"}, "no GPU", "plain", "there is no GPU"),
         ({"moe_grouped_gemm": False}, "engine", "plain", "experts are grouped"),

@@ -167,7 +167,7 @@ def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path,
     ("names", "told"),
     [
         (["README.md", "model.gguf"], "got org/name without config.json"),
-        (["config.json", "pytorch_model.bin"], "got org/name without safetensors files"),
+        (["config.json", "pytorch_model.bin"], "got org/name without *.safetensors"),
     ],
 )
 def test_a_repository_without_a_model_is_refused_before_it_is_fetched(

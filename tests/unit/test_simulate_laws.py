@@ -65,7 +65,7 @@ def test_the_laws_meet() -> None:
     t_gen, t_train, e = 8.0, 2.0, 0.25
     f = laws.best_share(t_gen, t_train, e)
     step = max(e * t_gen / f, t_train / (1 - f))
-    assert (t_gen + t_train) / step == pytest.approx(laws.s_max(laws.share(t_gen, t_train), e)) == pytest.approx(2.5)
+    assert (t_gen + t_train) / step == pytest.approx(laws.s_max(t_gen / (t_gen + t_train), e)) == pytest.approx(2.5)
     assert laws.s_pools(t_gen, t_train, e) == pytest.approx(5.0)
     assert laws.s_pools(t_gen, t_train, e, sync=1, pause=3) == pytest.approx(14 / 5)
 

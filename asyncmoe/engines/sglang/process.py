@@ -24,7 +24,7 @@ from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
-from asyncmoe.models import family_of
+from asyncmoe.models import family_of, shape_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
@@ -83,7 +83,7 @@ class SGLangProcess:
         self._adapter = None
         kind = models.adapter_of(config, hf)
         if kind is not None:
-            self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
+            self._adapter = shape_of(hf), kind, models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
         own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)

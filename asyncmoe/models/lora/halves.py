@@ -16,13 +16,12 @@ the other is replicated. Replicas are equal on all ranks of the group, but each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.lora.adapter import Kind, Place, halves, places, sizes
+from asyncmoe.models.lora.adapter import Kind, halves, places, sizes
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
@@ -136,24 +135,21 @@ def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, de
     Raises:
         ConfigError: the parallel sizes do not divide the model.
     """
-    found = ((projection, place) for projection in kind.targets for place in places(m, projection, dense))
-    return tuple(half for projection, place in found for half in _pair(m, kind, parallel, rank, dense, projection, place))
-
-
-def _pair(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool, projection: str, place: Place) -> Iterator[Half]:
-    out, into = sizes(m, projection, dense, place)
-    linear = (_SHARED if place == "shared" else _LINEAR)[projection]
-    inputs, outputs = (1, None) if projection in _ROW_PARALLEL else (None, None) if projection in _WHOLE else (None, 0)
-    a = Half(projection, "a", linear, (kind.rank, into), axis=inputs)
-    b = Half(projection, "b", linear, (out, kind.rank), axis=outputs)
-    for half in (a, b):
-        if place != "experts":
-            yield _spread(replace(half, front="shared." if place else ""), "tp", parallel.tp, parallel.tp_rank(rank))
-        elif half.axis is None and kind.experts == "shared_outer":
-            yield _spread(replace(half, front="experts.shared."), "tp", parallel.tp, parallel.tp_rank(rank))
-        else:
-            own = replace(half, experts=span(m.experts, parallel.ep, parallel.ep_rank(rank)), expert_data=parallel.ep > 1)
-            yield _spread(own, "etp", parallel.etp, parallel.etp_rank(rank))
+    found: list[Half] = []
+    for projection, place in ((target, place) for target in kind.targets for place in places(m, target, dense)):
+        out, into = sizes(m, projection, dense, place)
+        linear = (_SHARED if place == "shared" else _LINEAR)[projection]
+        inputs, outputs = (1, None) if projection in _ROW_PARALLEL else (None, None) if projection in _WHOLE else (None, 0)
+        a = Half(projection, "a", linear, (kind.rank, into), axis=inputs)
+        b = Half(projection, "b", linear, (out, kind.rank), axis=outputs)
+        for half in (a, b):
+            if place == "experts" and not (half.axis is None and kind.experts == "shared_outer"):
+                own = replace(half, experts=span(m.experts, parallel.ep, parallel.ep_rank(rank)), expert_data=parallel.ep > 1)
+                found.append(_spread(own, "etp", parallel.etp, parallel.etp_rank(rank)))
+            else:
+                own = replace(half, front="experts.shared." if place == "experts" else "shared." if place else "")
+                found.append(_spread(own, "tp", parallel.tp, parallel.tp_rank(rank)))
+    return tuple(found)
 
 
 def _spread(half: Half, group: Literal["tp", "etp"], parts: int, index: int) -> Half:

@@ -20,7 +20,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,7 @@ def shared(m: Shape, adapter: Adapter) -> Adapter:
     Raises:
         UserError: experts of one layer differ in a half that they would share.
     """
-    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "shared_outer")
+    kind = replace(adapter.kind, experts="shared_outer")
     found: dict[str, np.ndarray] = {}
     for old, new in zip(pairs(m, adapter.kind), pairs(m, kind), strict=True):
         for name, to in ((old.a, new.a), (old.b, new.b)):

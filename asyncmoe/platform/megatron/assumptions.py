@@ -24,7 +24,8 @@ def use_cpu_random_state() -> None:
     replace(torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
     replace(tracker, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     replace(tracker, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    logging.getLogger(tracker.__name__).addFilter(_not_about_cpu_state)
+    # `fork` warns about a CPU state that changed in a GPU region, because both are the same state here.
+    logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def use_cuda_type_names() -> None:
@@ -59,11 +60,6 @@ def clear_latent_flag() -> None:
     """Clear `HAVE_TE` in `multi_latent_attention.py`. It is set there although the import yields only stand-ins, with which `isinstance`
     raises."""
     replace(module("transformer.multi_latent_attention"), "HAVE_TE", False)
-
-
-def _not_about_cpu_state(record: logging.LogRecord) -> bool:
-    """Drop `fork`'s warning about a CPU state that changed in a GPU region, because both are the same state here."""
-    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.megatron.patch import wrap
 
 
@@ -50,8 +49,6 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         rows = [part.shape[0] if part.dim() else 1 for part in tensor_list]
         if len(set(rows)) <= 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        if async_op:
-            raise InvariantBroken("gloo cannot run all_gather asynchronously on blocks with different row counts")
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = [torch.empty_like(padded) for _ in rows]

@@ -24,21 +24,19 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 def install() -> None:
     """Replace the device functions of `torch.cuda` and the device argument of the factory functions."""
     replace(torch.cuda, "current_device", _returning(CPU))
-    replace(torch.cuda, "set_device", _returning(None))
-    replace(torch.cuda, "synchronize", _returning(None))
-    replace(torch.cuda, "empty_cache", _returning(None))
-    replace(torch.cuda, "memory_allocated", _returning(0))
-    replace(torch.cuda, "max_memory_allocated", _returning(0))
-    replace(torch.Tensor, "cuda", _identity())
-    replace(torch.nn.Module, "cuda", _identity())
+    for name in ("set_device", "synchronize", "empty_cache"):
+        replace(torch.cuda, name, _returning(None))
+    for name in ("memory_allocated", "max_memory_allocated"):
+        replace(torch.cuda, name, _returning(0))
+    for owner in (torch.Tensor, torch.nn.Module):
+        replace(owner, "cuda", lambda value, *_, **__: value)
     for name in _FACTORIES:
         wrap(torch, name, _on_cpu)
     # transformer/moe/token_dispatcher.py copies split sizes on a side stream, and shared experts overlap on one.
     replace(torch.cuda, "Stream", InertStream)
     replace(torch.cuda, "Event", InertEvent)
-    replace(torch.cuda, "stream", _returning(InertStream()))
-    replace(torch.cuda, "current_stream", _returning(InertStream()))
-    replace(torch.cuda, "default_stream", _returning(InertStream()))
+    for name in ("stream", "current_stream", "default_stream"):
+        replace(torch.cuda, name, _returning(InertStream()))
 
 
 class InertEvent:
@@ -86,7 +84,3 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
-
-
-def _identity() -> Callable[..., Any]:
-    return lambda value, *_, **__: value

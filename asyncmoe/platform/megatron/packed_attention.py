@@ -58,12 +58,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout or attention_dropout or config.window_size is not None:
+        if config.attention_dropout or config.window_size is not None:
             raise InvariantBroken("PackedAttention has no dropout or sliding window")
         self.scale = softmax_scale
         self._ranks: Any = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
@@ -75,18 +74,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if attention_bias is not None or attention_mask is not None:
-            raise InvariantBroken("PackedAttention is causal only: it takes neither a mask nor a bias")
         width = value.shape[-1]
         if width < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - width))
         if packed_seq_params is None:
-            if self._ranks is not None:
-                raise InvariantBroken("context parallelism supports only packed sequences")
             return self._attend(query, key, value)[..., :width].flatten(2)
         bounds, rows = packed_seq_params.bounds, query.shape[0] * (1 if self._ranks is None else self._ranks.size())
         if bounds[0] != 0 or bounds[-1] != rows:
@@ -122,16 +116,13 @@ def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
     """Return the kernel for packed sequences: "varlen", flash attention over all of them at once (torch has it for 16-bit dtypes on GPUs),
     or "each", torch's choice of kernel for one sequence after another."""
     flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
-    return "varlen" if flash and {"scale", "window_size"} <= arguments() else "each"
+    return "varlen" if flash else "each"
 
 
 @cache
 def arguments() -> frozenset[str]:
-    """Return the arguments of torch's flash attention over packed sequences; none if there is no such function."""
-    try:
-        return frozenset(signature(varlen()).parameters)
-    except ImportError:  # torch before 2.10
-        return frozenset()
+    """Return the arguments of torch's flash attention over packed sequences."""
+    return frozenset(signature(varlen()).parameters)
 
 
 @cache

@@ -76,15 +76,11 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     replace(owner, name, make(getattr(owner, name, None)))
 
 
-def gone(what: str, everywhere: bool = False) -> ConfigError:
-    """Return the error for a patch whose target is missing.
-
-    Args:
-        everywhere: whether the patch is also installed on machines with CUDA and Transformer Engine.
-    """
+def gone(what: str) -> ConfigError:
+    """Return the error for a patch whose target is missing."""
     return ConfigError(
         "megatron-core",
         got=f"version {importlib.metadata.version('megatron-core')} without {what}",
         expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on this machine",
-        hint="install a supported version" + ("" if everywhere else ", or run with CUDA and Transformer Engine"),
+        hint="install a supported version",
     )

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from asyncmoe.platform.megatron.patch import gone, module
+from asyncmoe.platform.megatron.patch import module, replace
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _FLOATS = ("bfloat16", "float16", "float32", "float64", *_FLOAT8)
@@ -68,15 +68,9 @@ def install() -> None:
     Raises:
         ConfigError: this version of torch or Megatron reads differently.
     """
-    common = module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy
-    for owner, name, value in (
-        (FileSystemReader, "read_metadata", _read_metadata),
-        (DefaultLoadPlanner, "load_bytes", _load_bytes),
-        (common, "load_common", _load_common),
-    ):
-        if name not in vars(owner):
-            raise gone(f"{owner.__name__}.{name}", everywhere=True)
-        setattr(owner, name, value)
+    replace(FileSystemReader, "read_metadata", _read_metadata)
+    replace(DefaultLoadPlanner, "load_bytes", _load_bytes)
+    replace(module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy, "load_common", _load_common)
 
 
 def metadata(file: Path) -> Metadata:

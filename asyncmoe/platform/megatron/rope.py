@@ -7,7 +7,6 @@ everywhere, because latent attention has no fused kernel even with Transformer E
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,18 +25,14 @@ def install() -> None:
     """
     owner: Any = module("models.common.embeddings.rope_utils")
     original = getattr(owner, _NAME, None)
-    if getattr(original, "__module__", None) == __name__:
-        return
     if original is None or not {"_apply_rotary_pos_emb_bshd", "split"} <= set(original.__code__.co_names):
-        raise gone(f"rope_utils.{_NAME}", everywhere=True)
-    setattr(owner, _NAME, _by_position(owner._apply_rotary_pos_emb_bshd))
+        raise gone(f"rope_utils.{_NAME}")
+    apply = owner._apply_rotary_pos_emb_bshd
 
-
-def _by_position(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, cp_group: Any, **kwargs: Any) -> torch.Tensor:
         """Rotate t [T, heads, d] by freqs [longest, 1, 1, d] -> [T, heads, d]."""
         here = positions(cu_seqlens, t.shape[0], cp_group.size(), cp_group.rank())
-        return apply(t.unsqueeze(1), freqs[here], *args, **kwargs).squeeze(1)
+        turned: torch.Tensor = apply(t.unsqueeze(1), freqs[here], *args, **kwargs).squeeze(1)
+        return turned
 
-    packed.__module__ = __name__
-    return packed
+    setattr(owner, _NAME, packed)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.platform.megatron.patch import gone, module
+from asyncmoe.platform.megatron import patch
+from asyncmoe.platform.megatron.patch import module
 
 _METHOD = "sharded_param_state_fully_reshardable"
 
@@ -30,10 +31,8 @@ def as_boxes() -> Iterator[None]:
         ConfigError: this version of Megatron describes the state differently.
     """
     owner = module("optimizer.distrib_optimizer").DistributedOptimizer
-    original = vars(owner).get(_METHOD)
-    if original is None or not hasattr(owner, "_get_main_param_and_optimizer_states"):
-        raise gone(f"DistributedOptimizer.{_METHOD}", everywhere=True)
-    setattr(owner, _METHOD, _own_state)
+    original = getattr(owner, _METHOD, None)
+    patch.replace(owner, _METHOD, _own_state)
     try:
         yield
     finally:

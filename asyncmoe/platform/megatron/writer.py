@@ -30,7 +30,7 @@ def install() -> None:
     owner = module("dist_checkpointing.strategies.filesystem_async")
     name = next((name for name in _GETTERS if hasattr(owner, name)), None)
     if name is None or not hasattr(getattr(owner, "FileSystemWriterAsync", None), "write_preloaded_data"):
-        raise gone("FileSystemWriterAsync.write_preloaded_data", everywhere=True)
+        raise gone("FileSystemWriterAsync.write_preloaded_data")
     setattr(owner, name, queue.Queue)
 
 

@@ -1,9 +1,8 @@
 """Binary responses of `/generate`, for a client that accepts `MEDIA_TYPE`.
 
 SGLang 0.5.23 responds in JSON: 35 bytes and more for a token's id and log-probability, and routes in base64. Here a token takes 8 bytes and
-routes take their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine that
-cannot pack logs the reason and sends SGLang's form. It also does so for a response with inconsistent parts, which the reader then rejects
-with the reason.
+routes take their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine
+sends SGLang's form for a response with inconsistent parts, which the reader then rejects with the reason.
 
 Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`AnswerHead`) and spaces up to a multiple of 8 bytes; the parts.
 """
@@ -66,10 +65,10 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
     try:
         meta: Mapping[str, Any] = answer["meta_info"]
         entries = meta["output_token_logprobs"]
-        tokens = _array(answer["output_ids"], "<i4", len(answer["output_ids"]))
-        if not np.array_equal(tokens, _array(map(itemgetter(1), entries), "<i4", len(entries))):
+        tokens = np.fromiter(answer["output_ids"], "<i4", len(answer["output_ids"]))
+        if not np.array_equal(tokens, np.fromiter(map(itemgetter(1), entries), "<i4", len(entries))):
             return None
-        logprobs = _array(map(itemgetter(0), entries), "<f4", len(entries))
+        logprobs = np.fromiter(map(itemgetter(0), entries), "<f4", len(entries))
         sent = meta.get("routed_experts")
         routes = None if sent is None else b64decode(sent, validate=True)
         parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), routes]
@@ -88,26 +87,17 @@ def install() -> None:
     after_import(MODULE, _mend)
 
 
-def _array(values: Any, kind: str, size: int) -> np.ndarray:
-    return np.fromiter(values, np.dtype(kind), size)
-
-
 def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Return the sizes, ids and log-probabilities of sampling masks."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
-    logprobs = None if values is None else _array(values, "<f4", len(values))
+    logprobs = None if values is None else np.fromiter(values, "<f4", len(values))
     if masks is None:
         return None, None, logprobs
-    counts = _array(map(len, masks), "<i4", len(masks))
-    return counts, _array(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
+    counts = np.fromiter(map(len, masks), "<i4", len(masks))
+    return counts, np.fromiter(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
 
 
 def _mend(module: ModuleType) -> None:
-    names = "serve_generate_request", "orjson_response", "Response"
-    missing = [name for name in names if not callable(getattr(module, name, None))]
-    if missing:
-        print(f"answers are sent as JSON: SGLang is not 0.5.23, and {module.__name__} has no {', '.join(missing)}", flush=True)
-        return
     owner: Any = module
     b64decode = import_module("pybase64").b64decode  # a package that SGLang needs, many times faster than Python's
     serve, respond = owner.serve_generate_request, owner.orjson_response

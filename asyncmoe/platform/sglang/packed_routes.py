@@ -39,7 +39,7 @@ def install() -> None:
         routing = routing_in(text)
         packed(torch.arange(routing.top_k, dtype=torch.int32).repeat(1, routing.all_layers, 1), routing)
     except (ImportError, RuntimeError, ValueError) as error:
-        _say(f"asyncmoe's extension, built for the trainer's Python, does not work here: {error}")
+        print(f"routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here: {error}", flush=True)
         return
     after_import(MODULE, lambda module: _mend(module, routing))
 
@@ -63,11 +63,7 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _mend(module: ModuleType, routing: Routing) -> None:
-    found = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "_maybe_collect_routed_experts")]
-    if len(found) != 1:
-        _say(f"SGLang is not 0.5.23, and {module.__name__} has no place for packed routes")
-        return
-    owner: Any = found[0]
+    owner: Any = vars(module)["SchedulerBatchResultProcessor"]
     collect: Callable[..., None] = owner._maybe_collect_routed_experts
 
     @wraps(collect)
@@ -78,7 +74,3 @@ def _mend(module: ModuleType, routing: Routing) -> None:
             req.routed_experts = packed(req.routed_experts, routing)
 
     owner._maybe_collect_routed_experts = collect_packed
-
-
-def _say(why: str) -> None:
-    print(f"routes are sent unpacked: {why}", flush=True)

@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from asyncmoe.errors import InvariantBroken, ProtocolError, WaitTimeout
-from asyncmoe.log.log import Place
+from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import FindWorker, WorkerFound
@@ -37,7 +36,7 @@ def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None,
         DataError: the log no longer has a lost worker's trajectories.
     """
     found, each = dict[str, Sequence[Buffer]](), frames_in(1)
-    places = {item.key: _place(item) for item in items}
+    places = {item.key: item.place for item in items if item.place is not None}  # a leased item has one
     for writer in sorted({place.writer for place in places.values()}):
         keys = tuple(key for key, place in places.items() if place.writer == writer)
         frames = _asked(client, writer, WorkerFetch(keys, tuple(places[key] for key in keys), layers, masks))
@@ -62,9 +61,3 @@ def _asked(client: Client, writer: int, request: WorkerFetch) -> list[Buffer]:
                 raise
             log.warning("%s; asking again", error)
             time.sleep(_AGAIN_S)
-
-
-def _place(item: Item) -> Place:
-    if item.place is None:
-        raise InvariantBroken(f"{item.key}: the lease does not say which worker holds it")
-    return item.place

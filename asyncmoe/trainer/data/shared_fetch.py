@@ -57,27 +57,15 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
             found = [*ask(), b""]
         except AsyncmoeError as error:
             failure, found = error, [*found[1:], str(error).encode()]
+    first = dist.get_global_rank(mesh.replica_group, 0)
     sizes = torch.tensor([memoryview(one).nbytes for one in found], dtype=torch.int64, device=mesh.device)
-    _broadcast(mesh, sizes)
-    *each, why = _spread(mesh, *joined(sizes.tolist(), found if mesh.fetches else None))
-    if len(why):
-        raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {bytes(why).decode()}")
-    return each
-
-
-def _spread(mesh: Mesh, whole: np.ndarray, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Broadcast the first rank's `whole` into every rank's, of the same size; return `buffers`."""
+    dist.broadcast(sizes, first, group=mesh.replica_group)
+    whole, (*each, why) = joined(sizes.tolist(), found if mesh.fetches else None)
     for part in torch.split(torch.from_numpy(whole), PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU this returns the part itself
-        _broadcast(mesh, sent)
+        dist.broadcast(sent, first, group=mesh.replica_group)
         if sent is not part and not mesh.fetches:
             part.copy_(sent)
-    return buffers
-
-
-def _broadcast(mesh: Mesh, tensor: torch.Tensor) -> None:
-    dist.broadcast(tensor, _first(mesh), group=mesh.replica_group)
-
-
-def _first(mesh: Mesh) -> int:
-    return dist.get_global_rank(mesh.replica_group, 0)
+    if len(why):
+        raise failure or ProtocolError(f"rank {first} could not fetch the batch: {bytes(why).decode()}")
+    return each

@@ -24,7 +24,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora import hooks
 from asyncmoe.trainer.lora.module import Adapters
-from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Pairs, gate_up, qkv, single
+from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Pairs
 
 megatron.prepare()
 
@@ -108,13 +108,15 @@ def _layer_pairs(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, la
         by_linear.setdefault(half.linear, []).append(half)
     made: dict[str, Pairs] = {}
     for linear, halves in by_linear.items():
-        rows = next(half.part[0] for half in halves if half.side == "b")
+        query_groups, rows = 1, next(half.part[0] for half in halves if half.side == "b")
         if linear == "linear_qkv":
-            fused = qkv(m.kv_heads // parallel.tp, m.heads_per_group, m.head_dim)
+            query_groups = m.kv_heads // parallel.tp
+            key = query_groups * m.head_dim
+            outputs = {"q_proj": key * m.heads_per_group, "k_proj": key, "v_proj": key}
         else:
-            fused = gate_up(rows) if linear.endswith("fc1") else single(halves[0].projection, rows)
+            outputs = dict.fromkeys(("gate_proj", "up_proj") if linear.endswith("fc1") else (halves[0].projection,), rows)
         of_experts = linear in ("linear_fc1", "linear_fc2") and not dense
-        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, seed)
+        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, outputs, query_groups, layer, kind.scale, seed)
     return made
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncmoe.models import family_of
+from asyncmoe.models import shape_of
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.adapter import halves as halves_of
@@ -24,7 +24,7 @@ def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's halves from whole halves, as cut by `local`. Call it before the optimizer is built: with bfloat16 the optimizer
     copies the halves into float32 masters."""
     assert model.adapter is not None
-    mine, shape = model.adapter_values(), family_of(model.hf).shape_of(model.hf)
+    mine, shape = model.adapter_values(), shape_of(model.hf)
     for name, value in local(shape, model.adapter, model.parallel, model.mesh.rank, halves, model.dtype).items():
         mine[name].copy_(value)
 
@@ -40,7 +40,7 @@ def start_from(model: Model, adapter: Path, base: Path) -> None:
     """
     assert model.adapter is not None
     kind = model.adapter
-    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base))
+    found = peft.start_from(adapter, shape_of(model.hf), kind, str(base))
     stored = getattr(torch, found.dtype)
     write(model, {name: torch.from_numpy(np.ascontiguousarray(value)).view(stored) for name, value in found.values.items()})
 

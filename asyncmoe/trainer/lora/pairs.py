@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
@@ -22,49 +23,8 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 
 from asyncmoe.platform.megatron.grouped_experts import multiply  # noqa: E402
 
-Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""([..., rows of a projection] for each projection of a fused layer) -> [..., rows of the layer]."""
-
-
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows, weight) -> output rows."""
-
-
-def _times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows @ weight.t()
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A fused linear layer of Megatron as separate projections.
-
-    Attributes:
-        outputs: rows of each projection on this rank, by name, in Megatron's order.
-        join: combines the projections into the layer's rows.
-    """
-
-    outputs: Mapping[str, int]
-    join: Join
-
-
-def qkv(groups_here: int, heads_per_group: int, head_dim: int) -> Fused:
-    """linear_qkv: the query heads, key head and value head of each query group."""
-
-    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.view(*part.shape[:-1], groups_here, -1) for part in parts], dim=-1).flatten(-2)
-
-    rows = groups_here * head_dim
-    return Fused({"q_proj": rows * heads_per_group, "k_proj": rows, "v_proj": rows}, join)
-
-
-def gate_up(width: int) -> Fused:
-    """linear_fc1 of a gated MLP: gate, then up."""
-    return Fused({"gate_proj": width, "up_proj": width}, lambda parts: torch.cat(list(parts), dim=-1))
-
-
-def single(projection: str, rows: int) -> Fused:
-    """A layer with a single projection."""
-    return Fused({projection: rows}, lambda parts: parts[0])
 
 
 class Pairs(torch.nn.Module):
@@ -72,31 +32,35 @@ class Pairs(torch.nn.Module):
 
     Args:
         halves: the halves of the pairs; each becomes a parameter of the same name.
+        outputs: rows of each projection of the linear layer on this rank, by name, in Megatron's order.
+        query_groups: query groups on this rank, each with its own rows of all projections, as in linear_qkv; 1 for all other layers.
         layer: number of the layer in the model.
     """
 
-    def __init__(self, halves: Sequence[Half], fused: Fused, layer: int, scale: float, seed: int) -> None:
+    def __init__(self, halves: Sequence[Half], outputs: Mapping[str, int], query_groups: int, layer: int, scale: float, seed: int) -> None:
         super().__init__()
         self.halves = {half.name: half for half in halves}
-        self.fused, self.layer, self.scale = fused, layer, scale
+        self.outputs, self.query_groups, self.layer, self.scale = outputs, query_groups, layer, scale
         for half in halves:
             self.register_parameter(half.name, torch.nn.Parameter(initial(half, layer, seed)))
-        self.projections = [name for name in fused.outputs if f"{name}_a" in self.halves]
+        self.projections = [name for name in outputs if f"{name}_a" in self.halves]
 
     def deltas(self) -> Iterator[torch.Tensor]:
         """Yield the pairs' contribution to the layer's weight, [rows, in] on this rank; for experts, one per expert."""
         raise NotImplementedError
 
-    def output(self, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
+    def output(self, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = F.linear) -> torch.Tensor:
         """Return the pairs' output on this rank, [..., rows], from hidden [..., sum of the projections' ranks], one projection after
         another."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         parts = [
             times(made[name], with_b[name]) if name in made else hidden.new_zeros((*hidden.shape[:-1], rows))
-            for name, rows in self.fused.outputs.items()
+            for name, rows in self.outputs.items()
         ]
-        return self.fused.join(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([torch.unflatten(part, -1, (self.query_groups, -1)) for part in parts], dim=-1).flatten(-2)
 
     def _of(self, side: str) -> list[torch.Tensor]:
         return [self.get_parameter(f"{name}_{side}") for name in self.projections]
@@ -139,7 +103,7 @@ class ExpertPairs(Pairs):
         """
 
         def times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _times(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
+            return F.linear(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
 
         hidden = self.scale * times(x, torch.cat(self._of("a"), dim=-2))
         return output + self.output(hidden, self._of("b"), times)

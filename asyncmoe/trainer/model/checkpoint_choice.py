@@ -34,13 +34,12 @@ def choose(run_dir: Path, mesh: Mesh) -> Path | None:
 
 def agreed_fault(checkpoint: Path, mesh: Mesh) -> str | None:
     """Return, on every rank, the fault found by the lowest rank; None if no rank found one."""
-    fault: str | None = None
-    unreadable = ""
+    mine: tuple[str | None, str]
     try:
-        fault = intact.fault_in_share(checkpoint, mesh.rank, mesh.world)
+        mine = intact.fault_in_share(checkpoint, mesh.rank, mesh.world), ""
     except UserError as error:
-        unreadable = str(error)
-    found = collectives.everyones((fault, unreadable))
+        mine = None, str(error)
+    found = collectives.everyones(mine)
     for rank, (_, why) in enumerate(found):
         if why:
             raise UserError(f"{checkpoint.name} on rank {rank}", got=why, expected="files that every rank can read")

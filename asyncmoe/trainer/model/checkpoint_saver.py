@@ -84,7 +84,7 @@ class _SaveThread(threading.Thread):
         """Return this rank's progress."""
         ended = not self.is_alive()
         nbytes = sum(path.stat().st_size for path in self.planned.paths if path.exists())
-        return _Report(nbytes, ended, self._sealed, self._told) if ended else _Report(nbytes, ended, {}, None)
+        return _Report(nbytes, ended, self._sealed, self._told)
 
 
 class Saver:

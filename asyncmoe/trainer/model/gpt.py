@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.models import MegatronParallel, adapter_of, family_of, trainer_parallel
+from asyncmoe.models import MegatronParallel, adapter_of, family_of, shape_of, trainer_parallel
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
@@ -98,7 +98,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         ).to(mesh.device)
         for chunk in range(mesh.vpp)
     )
-    shape = family_of(hf).shape_of(hf)
+    shape = shape_of(hf)
     if config.adapter is not None:
         attach.attach(chunks, megatron_config, shape, config.adapter, parallel, mesh.rank, config.run.seed)
     inner = [Float16Module(megatron_config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]

@@ -18,19 +18,16 @@ from asyncmoe.platform.kernels import Kernels
 
 ROWS = 128
 """With float8, a rank's rows of a micro-batch are a multiple of this: the side of a block that shares a scale."""
-_PRECISE = (2, 1)
-"""First Transformer Engine release whose Adam supports averages in bfloat16."""
-_BLOCKWISE = (2, 3)
-"""First Transformer Engine release whose blockwise recipe Megatron uses."""
+_ENGINE = (2, 7)
+"""The oldest supported Transformer Engine: Megatron's fused router requires it, and its other uses earlier ones."""
 _HOPPER = (9, 0)
 
 
-def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str) -> None:
+def check(trainer: TrainerSection, kernels: Kernels, lacking: str) -> None:
     """Refuse settings that this machine does not support.
 
     Args:
-        engine: whether the model is built from Transformer Engine's layers.
-        lacking: why it is not built from these layers.
+        lacking: why the model is not built from Transformer Engine's layers; "" if it is.
 
     Raises:
         ConfigError: names the key and a fix.
@@ -38,24 +35,23 @@ def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str)
     if not kernels.cuda:
         for key, value in trainer.needs_gpu:
             raise no_gpu_for(key, value)
-    if trainer.memory.low_precision and (why := older_engine(kernels, _PRECISE)):
+    if trainer.memory.low_precision and (why := lacks_engine(kernels)):
         key, value = next(one for one in trainer.needs_gpu if one[1] == "bfloat16")
         raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install Transformer Engine")
-    if trainer.precision == "fp8" and (why := _lacks_float8(kernels, engine, lacking)):
+    if trainer.precision == "fp8" and (why := _lacks_hopper(kernels) or lacking):
         raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 
 
-def _lacks_float8(kernels: Kernels, engine: bool, lacking: str) -> str:
-    if kernels.capability < _HOPPER:
-        return f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {'.'.join(map(str, kernels.capability))}"
-    return older_engine(kernels, _BLOCKWISE) if engine else lacking
+def _lacks_hopper(kernels: Kernels) -> str:
+    found = ".".join(map(str, kernels.capability))
+    return "" if kernels.capability >= _HOPPER else f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {found}"
 
 
-def older_engine(kernels: Kernels, release: tuple[int, ...]) -> str:
-    """Return a message if Transformer Engine is missing or older than a release, else ""."""
-    if kernels.transformer_engine >= release:
+def lacks_engine(kernels: Kernels) -> str:
+    """Return a message if Transformer Engine is missing or too old, else ""."""
+    if kernels.transformer_engine >= _ENGINE:
         return ""
-    found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, release))
+    found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, _ENGINE))
     return f"Transformer Engine is {found}, older than {needed}" if found else "Transformer Engine is not installed"
 
 

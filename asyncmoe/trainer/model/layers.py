@@ -10,9 +10,8 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels, megatron
-from asyncmoe.trainer.model.features import run_features
 from asyncmoe.trainer.model.gpu_settings import float8_arguments
-from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
+from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments, run_features
 
 megatron.prepare()
 

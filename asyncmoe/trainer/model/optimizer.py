@@ -84,7 +84,7 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
     try:
         done, norm, _ = optimizer.step()
     except _Refused as refused:
-        return refused.norm, False
+        return float(refused.args[0]), False
     finally:
         optimizer.get_grad_norm = norm_of
     if not done:
@@ -93,11 +93,7 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
 
 
 class _Refused(Exception):
-    """Aborts Megatron's step before it changes a parameter."""
-
-    def __init__(self, norm: float) -> None:
-        super().__init__()
-        self.norm = norm
+    """Aborts Megatron's step before it changes a parameter. Its argument is the norm."""
 
 
 def _agreed(norm: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import collectives
@@ -36,7 +36,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self.router_replay_action: RouterReplayAction | None = None
+        self._replays = False
         self._now: Experts | None = None
         self._later: deque[Experts] = deque()
         self._differ: list[torch.Tensor] = []
@@ -49,14 +49,13 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
             recomputed: whether the backward pass will recompute this forward pass.
             by_row: int32[rows]; 1 is added in each row for which the live router would have chosen other experts.
         """
-        self._by_row = by_row
-        self._now, self.router_replay_action = experts, RouterReplayAction.REPLAY_FORWARD
+        self._now, self._by_row, self._replays = experts, by_row, True
         if recomputed:
             self._later.append(experts)
 
     def backward(self) -> None:
         """End the forward pass: later requests come from a backward pass."""
-        self._now, self._by_row, self.router_replay_action = None, None, RouterReplayAction.REPLAY_BACKWARD
+        self._now, self._by_row = None, None
 
     def end(self) -> torch.Tensor:
         """End the step and reset.
@@ -75,7 +74,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
 
     def forget(self) -> None:
         """Discard experts and counts; route live."""
-        self._now, self._by_row, self.router_replay_action = None, None, None
+        self._now, self._by_row, self._replays = None, None, False
         self._later.clear()
         self._differ.clear()
 
@@ -89,7 +88,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by Megatron's router: scores [rows, experts] -> (scores of the chosen experts, their int64 ids), both [rows, topk]."""
         assert default_compute_topk is not None
-        if self.router_replay_action is None:
+        if not self._replays:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         experts = self._experts(scores.shape[0], topk)
         chosen = experts.ids[experts.layers.index(self.layer)].to(torch.int64)

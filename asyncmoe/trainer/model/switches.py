@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from asyncmoe.config import Config
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.models import family_of, kept_routing
+from asyncmoe.models.latent import Latent
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import gpu_settings
-from asyncmoe.trainer.model.gpu_settings import older_engine
+from asyncmoe.trainer.model.gpu_settings import lacks_engine
 
-ENGINE = (2, 1)
-"""The oldest supported Transformer Engine: Megatron requires it for fused permutation of rows."""
-_ROUTER = (2, 7)
 _GROUPED_CAPABILITIES = (9, 10)
 _ALIGNMENT = 16
 """torch's grouped matmul needs matrices whose row size is a multiple of this many bytes."""
@@ -48,6 +48,29 @@ class RunFeatures:
     interleaved_rope: bool
     float32: bool
     published_every: int
+
+
+def run_features(hf: Mapping[str, Any], config: Config, float32: bool) -> RunFeatures:
+    """Return the features of a run that `decide` takes.
+
+    Args:
+        hf: the model's config.json.
+        float32: whether the trainer's weights are float32.
+    """
+    family, expert_widths = family_of(hf), tuple[int, ...]()
+    shape = family.shape_of(hf)
+    if shape.experts:
+        rank = () if config.adapter is None else (config.adapter.rank,)
+        expert_widths = (shape.hidden, shape.expert_width // config.trainer.expert_tp, *rank)
+    return RunFeatures(
+        expert_widths=expert_widths,
+        lora=config.adapter is not None,
+        keeps_routing=kept_routing(config, hf) is not None,
+        latent=isinstance(shape.attention, Latent),
+        interleaved_rope=bool(family.megatron_config(hf)[0].get("rotary_interleaved")),
+        float32=float32,
+        published_every=config.sync.every,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         ConfigError: the configuration requests an impossible setting.
     """
     wanted = trainer.megatron
-    lacking = older_engine(kernels, ENGINE) if kernels.cuda else "there is no GPU"
+    lacking = lacks_engine(kernels) if kernels.cuda else "there is no GPU"
     engine = not lacking and wanted.transformer_impl != "local"
     if wanted.transformer_impl == "transformer_engine" and lacking:
         raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
@@ -92,7 +115,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
             expected=f"1 because {why}: on a GPU, only Transformer Engine's 16-bit attention can divide sequences",
             hint=_WITHOUT,
         )
-    gpu_settings.check(trainer, kernels, engine, lacking or "transformer_impl is local")
+    gpu_settings.check(trainer, kernels, "" if engine else lacking or "transformer_impl is local")
     experts = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
     if (cannot := _lacks_gather(trainer, run, experts)) and wanted.overlap_param_gather:
         raise _refusal("overlap_param_gather", "true", "false or null", cannot)
@@ -106,7 +129,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         experts=experts,
         moe_permute_fusion=fused,
         # A fused router does not ask for recorded experts.
-        moe_router_fusion=fused and not run.keeps_routing and kernels.transformer_engine >= _ROUTER,
+        moe_router_fusion=fused and not run.keeps_routing,
         # Megatron's kernel for latent attention is experimental and supports only YaRN. Its `fused_apply_rotary_pos_emb_thd` (0.16.1) does
         # not tell Transformer Engine that neighbouring dimensions rotate together, so it would rotate halves.
         apply_rope_fusion=engine and not run.latent and not run.interleaved_rope,

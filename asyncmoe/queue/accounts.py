@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.queue.admission import Ledger
+from asyncmoe.queue.admission import Ledger, State
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,11 @@ class Accounts:
             if sum(reasons.values()) != getattr(self.ledger, state):
                 raise InvariantBroken(f"ledger: the reasons {reasons} do not add up to {state} of {self.ledger}")
 
-    def reject(self, count: int, reason: str) -> Accounts:
-        """Reject `count` running episodes: they are unusable."""
-        return replace(self, ledger=self.ledger.reject(count), rejected=_plus(self.rejected, reason, count))
-
-    def discard(self, count: int, reason: str) -> Accounts:
-        """Drop `count` running episodes that are complete, but not worth queueing."""
-        return replace(self, ledger=self.ledger.discard(count), dropped=_plus(self.dropped, reason, count))
-
-    def drop(self, count: int, reason: str) -> Accounts:
-        """Drop `count` queued episodes by the consumption rule."""
-        return replace(self, ledger=self.ledger.drop(count), dropped=_plus(self.dropped, reason, count))
-
-    def skip(self, count: int, reason: str) -> Accounts:
-        """Skip `count` leased episodes, which the trainer leaves untrained."""
-        return replace(self, ledger=self.ledger.skip(count), skipped=_plus(self.skipped, reason, count))
-
-    def requeue(self, count: int, reason: str) -> Accounts:
-        """Requeue `count` queued episodes by the consumption rule: they start again."""
-        return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
+    def end(self, count: int, source: State, to: Literal["dropped", "rejected", "requeued", "skipped"], reason: str) -> Accounts:
+        """Move `count` episodes to a final state, under a reason; see `Ledger`."""
+        reasons: Mapping[str, int] = getattr(self, to)
+        counted = {**reasons, reason: reasons.get(reason, 0) + count}
+        return replace(self, ledger=self.ledger.move(count, source, to), **{to: counted})
 
     @property
     def all_dropped(self) -> dict[str, int]:
@@ -88,7 +75,3 @@ class Accounts:
             requeued=dict(self.requeued),
             demonstrations=demonstrations,
         )
-
-
-def _plus(reasons: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
-    return {**reasons, reason: reasons.get(reason, 0) + count}

@@ -126,12 +126,12 @@ class BoundedQueue:
 
     def rejected(self, count: int, reason: str) -> None:
         """Record that `count` started episodes failed; they count as rejected under `reason`."""
-        self._accounts = self._accounts.reject(count, reason)
+        self._accounts = self._accounts.end(count, "running", "rejected", reason)
         self._changes.wake()
 
     def discarded(self, count: int, reason: str) -> None:
         """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self._accounts = self._accounts.discard(count, reason)
+        self._accounts = self._accounts.end(count, "running", "dropped", reason)
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
@@ -220,9 +220,9 @@ class BoundedQueue:
         if phase == "rl":
             count = sum(map(len, groups))
             if dropped:
-                self._accounts = self._accounts.skip(count, dropped)
+                self._accounts = self._accounts.end(count, "leased", "skipped", dropped)
             else:
-                self._count(self.ledger.train(count))
+                self._count(self.ledger.move(count, "leased", "trained"))
         self.log.committed(step, dropped)
         self._changes.wake()
 
@@ -288,7 +288,7 @@ class BoundedQueue:
             return
         weights = [1.0] * len(groups)
         if terms.phase == "rl":
-            self._count(self.ledger.lease(terms.count))
+            self._count(self.ledger.move(terms.count, "queued", "leased"))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
@@ -320,13 +320,13 @@ class BoundedQueue:
         if not count:
             return
         if self.admission.rule == "requeue":
-            self._accounts = self._accounts.requeue(count, "stale")
+            self._accounts = self._accounts.end(count, "queued", "requeued", "stale")
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
                 self.log.again(start)
         else:
-            self._accounts = self._accounts.drop(count, "stale")
+            self._accounts = self._accounts.end(count, "queued", "dropped", "stale")
             for group in stale:
                 self.log.ended(group.number)
         self._on_stale(stale, self.admission.rule == "requeue", version)
@@ -345,7 +345,7 @@ class BoundedQueue:
             await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None)
             lane.insert(group)
             if lane is self._lanes["rl"]:
-                self._count(self.ledger.accept(len(group)))
+                self._count(self.ledger.move(len(group), "running", "queued"))
         finally:
             lane.putting.remove(group.arrival)
             self._changes.wake()

@@ -265,5 +265,5 @@ def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int
     started, trained = ended + depth + leased + over, over - skips
     ledger = replace(old, started=started, running=0, queued=depth, leased=leased, trained=trained, skipped=skips)
     accounts = replace(before, ledger=ledger, skipped=dict(+skipped))
-    accounts = accounts.drop(lost, DAMAGED) if lost else accounts
-    return accounts.requeue(running, RESTART) if running else accounts
+    accounts = accounts.end(lost, "queued", "dropped", DAMAGED) if lost else accounts
+    return accounts.end(running, "queued", "requeued", RESTART) if running else accounts

@@ -11,24 +11,6 @@ from asyncmoe.queue.admission import Ledger, State
 
 
 @dataclass(frozen=True)
-class QueueStats:
-    """Current contents and running totals of the queue; counts of episodes."""
-
-    version: int
-    depth: int
-    running: int
-    leased: int
-    started: int
-    accepted: int
-    trained: int
-    dropped: dict[str, int]
-    rejected: dict[str, int]
-    requeued: dict[str, int]
-    demonstrations: int
-    """Demonstrations waiting in the warm-up lane."""
-
-
-@dataclass(frozen=True)
 class Accounts:
     """A ledger, with counts by reason of its dropped, rejected, requeued and skipped episodes.
 
@@ -58,20 +40,3 @@ class Accounts:
         """Dropped episodes by reason, including those of skipped batches."""
         reasons = dict.fromkeys((*self.dropped, *self.skipped))
         return {reason: self.dropped.get(reason, 0) + self.skipped.get(reason, 0) for reason in reasons}
-
-    def stats(self, version: int, demonstrations: int) -> QueueStats:
-        """Return the counts, with the served version and the number of queued demonstrations."""
-        count = self.ledger
-        return QueueStats(
-            version=version,
-            depth=count.queued,
-            running=count.running,
-            leased=count.leased,
-            started=count.started,
-            accepted=count.accepted,
-            trained=count.trained,
-            dropped=self.all_dropped,
-            rejected=dict(self.rejected),
-            requeued=dict(self.requeued),
-            demonstrations=demonstrations,
-        )

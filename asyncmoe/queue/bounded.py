@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
-from asyncmoe.queue.accounts import Accounts, QueueStats
+from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.fold import Recovered
@@ -53,6 +53,7 @@ class BoundedQueue:
         resumed: the state an earlier process left in the log.
 
     Attributes:
+        accounts: counts of all episodes, by state and reason.
         log: as above.
     """
 
@@ -70,7 +71,7 @@ class BoundedQueue:
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         self.admission = admission
-        self._accounts = resumed.accounts or Accounts(Ledger())
+        self.accounts = resumed.accounts or Accounts(Ledger())
         self._group_size = group_size
         self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
@@ -82,7 +83,7 @@ class BoundedQueue:
         self._changes = Changes()
         self.log, self._reading = log, asyncio.Lock()
         self._served = resumed.served
-        self.log.accounts = lambda: self._accounts
+        self.log.accounts = lambda: self.accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -126,12 +127,12 @@ class BoundedQueue:
 
     def rejected(self, count: int, reason: str) -> None:
         """Record that `count` started episodes failed; they count as rejected under `reason`."""
-        self._accounts = self._accounts.end(count, "running", "rejected", reason)
+        self.accounts = self.accounts.end(count, "running", "rejected", reason)
         self._changes.wake()
 
     def discarded(self, count: int, reason: str) -> None:
         """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self._accounts = self._accounts.end(count, "running", "dropped", reason)
+        self.accounts = self.accounts.end(count, "running", "dropped", reason)
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
@@ -220,7 +221,7 @@ class BoundedQueue:
         if phase == "rl":
             count = sum(map(len, groups))
             if dropped:
-                self._accounts = self._accounts.end(count, "leased", "skipped", dropped)
+                self.accounts = self.accounts.end(count, "leased", "skipped", dropped)
             else:
                 self._count(self.ledger.move(count, "leased", "trained"))
         self.log.committed(step, dropped)
@@ -244,7 +245,7 @@ class BoundedQueue:
         """
         self._leases, ledger = self._leases.reopen(step), found.accounts.ledger
         ledger = replace(self.ledger, leased=ledger.leased, trained=ledger.trained, skipped=ledger.skipped)
-        self._accounts = replace(self._accounts, ledger=ledger, skipped=found.accounts.skipped)
+        self.accounts = replace(self.accounts, ledger=ledger, skipped=found.accounts.skipped)
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that a waiting `put_demonstrations` adds to the discarded buffer
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
@@ -263,11 +264,7 @@ class BoundedQueue:
     @property
     def ledger(self) -> Ledger:
         """Counts of all episodes by state."""
-        return self._accounts.ledger
-
-    def stats(self) -> QueueStats:
-        """Return the current counts."""
-        return self._accounts.stats(self._version, self._lanes["warmup"].depth)
+        return self.accounts.ledger
 
     # ------------------------------------------------------------ internals
 
@@ -320,23 +317,23 @@ class BoundedQueue:
         if not count:
             return
         if self.admission.rule == "requeue":
-            self._accounts = self._accounts.end(count, "queued", "requeued", "stale")
+            self.accounts = self.accounts.end(count, "queued", "requeued", "stale")
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
                 self.log.again(start)
         else:
-            self._accounts = self._accounts.end(count, "queued", "dropped", "stale")
+            self.accounts = self.accounts.end(count, "queued", "dropped", "stale")
             for group in stale:
                 self.log.ended(group.number)
         self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:
-        self._accounts = replace(self._accounts, ledger=ledger)
+        self.accounts = replace(self.accounts, ledger=ledger)
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
-        depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
+        depth, dropped = self._lanes[phase].depth, self.accounts.all_dropped
         return Leased(step, items, depth, dropped, stop, self.log.history, replayed)
 
     async def _insert(self, lane: GroupBuffer, group: Group) -> None:

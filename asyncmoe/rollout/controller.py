@@ -312,7 +312,8 @@ class Controller:
         if (queue := self._session.queue) is not None:
             names, figures = [member.engine.name for member in self._pool.members], self._fleet.figures()
             self._recorder.write(
-                queue.stats(),
+                queue.version,
+                queue.accounts,
                 names,
                 self._pool,
                 scoring=figures.scoring,
@@ -337,7 +338,7 @@ class Controller:
     def _unfinished(self) -> int:
         """Trajectories that must finish before a version lands: in one_step_off, where versions land between batches, all running ones."""
         queue = self._session.queue
-        return queue.stats().running if queue is not None and self._config.run.mode == "one_step_off" else 0
+        return queue.ledger.running if queue is not None and self._config.run.mode == "one_step_off" else 0
 
     def _interrupt(self) -> None:
         if (queue := self._session.queue) is None:

@@ -56,12 +56,12 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
     held.started(4)
     for number in (0, 1):
         await put_group(held, [t for t in both if t.group == number])
-    assert held.stats().depth == 4
+    assert held.ledger.queued == 4
     leased = await held.lease(0, "rl", 4, 0, 0)
     assert [(i.group, i.episode, i.agent) for i in leased.items] == [(g, e, a) for g in (0, 1) for e in (0, 1) for a in range(e + 1)]
     assert len(leased.items) == 6
     held.commit(0)
-    assert held.stats().trained == 4
+    assert held.ledger.trained == 4
 
 
 @asynchronous
@@ -89,9 +89,9 @@ async def test_what_is_no_whole_new_group_does_not_get_in() -> None:
         with pytest.raises(InvariantBroken, match=said):
             await put_group(held, made)
     assert held.ledger == before
-    assert held.stats().depth == 2
+    assert held.ledger.queued == 2
     held.rejected(2, "bad_logprob")
-    assert held.stats().rejected == {"bad_logprob": 2}
+    assert held.accounts.rejected == {"bad_logprob": 2}
 
 
 @asynchronous

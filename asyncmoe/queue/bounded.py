@@ -321,7 +321,7 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self.log.again(start)
+                self.log.starts(start)
         else:
             self.accounts = self.accounts.end(count, "queued", "dropped", "stale")
             for group in stale:

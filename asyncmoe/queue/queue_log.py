@@ -112,8 +112,8 @@ class QueueLog:
 
     # ------------------------------------------------------------ changes
 
-    def begun(self, group: Start) -> None:
-        """Record that sampling of a group begins."""
+    def starts(self, group: Start) -> None:
+        """Record that sampling of a group begins, or is to begin again."""
         begun, self._begun = self._begun, lambda: None
         begun()
         self._add(group)
@@ -121,15 +121,11 @@ class QueueLog:
     async def finished(self, group: Group) -> None:
         """Wait until the record that queues a complete group is durable; the group's payload already is. Raises StorageError."""
         assert group.place is not None
-        await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
+        await self._changes.durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 
     def ended(self, number: int) -> None:
         """Record that a group is dropped or rejected, and does not start again."""
         self._add(records.GroupEnded(number))
-
-    def again(self, group: Start) -> None:
-        """Record that a group is to start again as `group`."""
-        self._add(group)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         """Record that groups are leased, with these factors on their weights."""
@@ -146,7 +142,7 @@ class QueueLog:
 
     async def settled(self) -> None:
         """Wait until all leases and commits so far are durable. Raises as `finished`."""
-        await self._durable(self._decided)
+        await self._changes.durable(self._decided)
 
     # ------------------------------------------------------------ after a restart
 
@@ -211,9 +207,6 @@ class QueueLog:
         position = self._changes.append([records.encode(records.LogEntry(change, self.accounts()))])
         self.state.apply(position, change)
         return position
-
-    async def _durable(self, position: int) -> None:
-        await self._changes.durable(position)
 
     def _stand(self, first: int, again: int | None = None) -> int:
         self.state.forget(first)

@@ -124,7 +124,7 @@ class Producer:
         else:
             group, self._next = Start(self._next), self._next + 1
         self._queue.started(self._size)
-        self._log.begun(group)
+        self._log.starts(group)
         places = [EpisodeId(group.number, member, group.attempt) for member in range(self._size)]
         return Flight(group, self._task.prompt(group.number), places)
 
@@ -160,7 +160,7 @@ class Producer:
             self._log.ended(group.number)
             return False
         self._again.append(again)
-        self._log.again(again)
+        self._log.starts(again)
         return True
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:

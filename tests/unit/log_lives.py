@@ -141,7 +141,7 @@ class Life:
 
     def begin(self, number: int, attempt: int = 0) -> None:
         self.queue.started(SIZE)
-        self.log.begun(Start(number, attempt))
+        self.log.starts(Start(number, attempt))
 
     async def lease(self, step: int) -> Leased:
         return await self.queue.lease(step, "rl", BATCH, step, 5.0)

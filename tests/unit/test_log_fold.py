@@ -37,7 +37,7 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         for number in (10, 11, 12):
             life.begin(number)
         life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(10, 1, 1))
+        life.log.starts(Start(10, 1, 1))
         life.queue.discarded(SIZE, "equal_rewards")
         life.log.ended(11)
         await life.lease(4)

@@ -79,7 +79,7 @@ class Program:
             one, self.model.next = Start(self.model.next), self.model.next + 1
             self.model.order.append(one)
         self.life.queue.started(SIZE)
-        self.life.log.begun(one)
+        self.life.log.starts(one)
         self.model.running.append(one)
         self.versions[one.number] = self.life.queue.version
 
@@ -100,7 +100,7 @@ class Program:
         self.model.order.remove(one)
         if self.draw.random() < 0.5:
             again = Start(one.number, one.attempt + 1, one.failures + 1)
-            self.life.log.again(again)
+            self.life.log.starts(again)
             self.model.waiting.append(again)
             self.model.order.append(again)
         else:

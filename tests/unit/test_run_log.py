@@ -153,7 +153,7 @@ def begun(run_dir: Path, number: int = 0) -> None:
     async def body() -> None:
         held = opened(run_dir)
         await held.resume(0)
-        held.queue_log.begun(Start(number))
+        held.queue_log.starts(Start(number))
         await held.close()
 
     asyncio.run(body())

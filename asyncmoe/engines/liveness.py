@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from asyncmoe.async_tasks import cancelled
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
@@ -47,9 +48,7 @@ class Liveness:
                     self._probes.pop(member).result()
                 await asyncio.sleep(_POLL_S)
         finally:
-            for task in self._probes.values():
-                task.cancel()
-            await asyncio.gather(*self._probes.values(), return_exceptions=True)
+            await cancelled(self._probes.values())
 
     async def _follow(self, member: Member) -> None:
         failed = 0

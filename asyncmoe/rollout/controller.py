@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import models
+from asyncmoe.async_tasks import cancelled, first_of
 from asyncmoe.config import Config
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.membership import MembershipRequest
@@ -18,7 +19,6 @@ from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
@@ -285,13 +285,9 @@ class Controller:
             samples=samples,
             max_rejected=rollout.max_rejected_share,
         )
-        producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
-        try:
-            await asyncio.wait((producing, trained), return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(producer.run(), self._trained.wait()) as (producing, _):
             if producing.done():
                 producing.result()
-        finally:
-            await cancelled([producing, trained])
 
     async def _evaluated(self, asked: Evaluations) -> Evaluated:
         known = self._evaluator.known(asked.version)

@@ -18,12 +18,12 @@ from itertools import product
 from math import comb
 from statistics import fmean
 
+from asyncmoe.async_tasks import together
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.producer import Workers
 from asyncmoe.rollout.tasks import EvaluationQuestions

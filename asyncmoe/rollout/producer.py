@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncmoe.async_tasks import together
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rpc.worker_messages import Made

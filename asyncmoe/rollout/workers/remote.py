@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from asyncmoe.async_tasks import begun, cancelled
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.worker_messages import (

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from aiohttp import ClientConnectionResetError, web
 
-from asyncmoe.rollout.async_tasks import cancelled
+from asyncmoe.async_tasks import cancelled
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi

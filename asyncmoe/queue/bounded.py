@@ -48,7 +48,7 @@ class BoundedQueue:
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with the groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
-        on_freed: called with groups that the queue no longer references.
+        on_freed: called with the numbers of groups that the queue no longer references.
         log: records every change.
         resumed: the state an earlier process left in the log.
 
@@ -67,7 +67,7 @@ class BoundedQueue:
         trained_steps: int = 0,
         demonstrations: int = 0,
         on_stale: Callable[[Sequence[Group], bool, int], None] = lambda *_: None,
-        on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
+        on_freed: Callable[[Sequence[int]], None] = lambda _: None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         self.admission = admission

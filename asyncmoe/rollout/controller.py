@@ -143,7 +143,7 @@ class Controller:
             self._coordinator,
             self._lifecycle.taken,
             self._go_on,
-            self._fleet.over,
+            self._fleet.forget,
         )
         self._served = asyncio.Event()
         """Set once engines have weights that were compared with the trainer's, or came from the trainer."""

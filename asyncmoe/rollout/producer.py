@@ -55,8 +55,8 @@ class Workers(Protocol):
         TrajectoryRejected."""
         ...
 
-    def forget(self, episodes: Sequence[EpisodeId], groups: Sequence[int]) -> None:
-        """End and forget the episodes of groups that are dropped or restarted."""
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
+        """Forget groups that are over, dropped or restarted, and end these episodes of theirs."""
         ...
 
 
@@ -135,7 +135,7 @@ class Producer:
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL)
                 self._log.ended(flight.group.number)
-                self._workers.forget(flight.places, [flight.group.number])
+                self._workers.forget([flight.group.number], flight.places)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
@@ -143,7 +143,7 @@ class Producer:
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
-            self._workers.forget(flight.places, [flight.group.number])  # before the next attempt can start
+            self._workers.forget([flight.group.number], flight.places)  # before the next attempt can start
             self._queue.rejected(self._size, rejected.reason)
             restarted = self._restart(flight.group, rejected)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))

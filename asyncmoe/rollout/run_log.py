@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe import checkpoints, installed
+from asyncmoe.checkpoints.directories import complete, step_of
 from asyncmoe.config import Config
 from asyncmoe.config.log import LogSection
 from asyncmoe.log import belonging, turns
@@ -173,6 +174,4 @@ def identity(config: Config, recording: Recording) -> dict[str, str]:
 
 def oldest(run_dir: Path, keep: int) -> int | None:
     """Return the step of the oldest of the `keep` newest checkpoints, the earliest the run may resume from; None without one."""
-    complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
-    steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
-    return min(steps[-keep:], default=None)
+    return next((step_of(path.name) for path in complete(run_dir)[-keep:]), None)

@@ -52,7 +52,7 @@ class TrainerSession:
         coordinator: WeightUpdateCoordinator,
         taken: asyncio.Event,
         serve: Callable[[int], None],
-        freed: Callable[[Sequence[Group]], None],
+        freed: Callable[[Sequence[int]], None],
     ) -> None:
         self._freed = freed
         self._config, self._tokenizer, self._run_log = config, asked.tokenizer, run_log

@@ -175,5 +175,5 @@ async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "d
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
-    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.over)
+    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.forget)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)

@@ -74,7 +74,7 @@ class Case:
             group_size=SIZE,
             trained_steps=self.step,
             resumed=resumed,
-            on_freed=worker.over,
+            on_freed=worker.forget,
         )
         queue.set_version(self.step)
         producer = Producer(queue, Numbers(), worker, SIZE, filter_equal=True)

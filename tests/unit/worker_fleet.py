@@ -135,7 +135,7 @@ class Cluster:
             self.run_log.queue_log,
             capacity=config.queue_capacity,
             group_size=SIZE,
-            on_freed=self.fleet.over,
+            on_freed=self.fleet.forget,
             resumed=resumed,
         )
         service = QueueService(self.queue, run="run", config_digest=config.digest)

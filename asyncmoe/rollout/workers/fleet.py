@@ -197,15 +197,11 @@ class WorkerFleet:
 
         return await self._on(number, packed)
 
-    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """End these episodes, and make the worker of each group forget the group, including what was recorded."""
         for group in groups:
             if (known := self._groups.pop(group, None)) is not None:
-                self._workers[known[0]].forget([place for place in episodes if place.group == group], [group])
-
-    def over(self, groups: Sequence[Group]) -> None:
-        """Make workers forget groups that the queue has deleted."""
-        self.forget(groups=[group.number for group in groups])
+                self._workers[known[0]].forget([group], episodes)
 
     def retain(self, needed: Mapping[int, int]) -> None:
         """Free payloads that no record references. `needed`: by worker number, the position of the oldest referenced payload."""
@@ -237,7 +233,7 @@ class WorkerFleet:
         try:
             made = await self._run(worker, WorkerRun(place, asked), place)
         except asyncio.CancelledError:
-            worker.forget([place])
+            worker.forget([], [place])
             raise
         worker.ended.add(place)
         return made

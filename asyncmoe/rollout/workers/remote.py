@@ -92,7 +92,7 @@ class RemoteWorker:
         """Ask for news continuously, so that a pending request always fails with the connection."""
         begun(self._ask_always(), self._asking)
 
-    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """Make the worker end and forget episodes, rejecting running ones as `LOST`, and forget groups."""
         self.ended.difference_update(episodes)
         self.tell(WorkerForget(tuple(episodes), tuple(groups)))

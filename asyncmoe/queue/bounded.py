@@ -22,13 +22,12 @@ from dataclasses import replace
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
-from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.fold import Recovered
+from asyncmoe.queue.fold import NEW, Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import UNDISTURBED, QueueLog, Resumption
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
@@ -50,7 +49,8 @@ class BoundedQueue:
         on_stale: called with the groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with the numbers of groups that the queue no longer references.
         log: records every change.
-        resumed: the state an earlier process left in the log.
+        resumed: the state that an earlier process left in the log.
+        queued: its queued groups, read from the log.
 
     Attributes:
         accounts: counts of all episodes, by state and reason.
@@ -68,10 +68,11 @@ class BoundedQueue:
         demonstrations: int = 0,
         on_stale: Callable[[Sequence[Group], bool, int], None] = lambda *_: None,
         on_freed: Callable[[Sequence[int]], None] = lambda _: None,
-        resumed: Resumption = UNDISTURBED,
+        resumed: Recovered = NEW,
+        queued: Sequence[Group] = (),
     ) -> None:
         self.admission = admission
-        self.accounts = resumed.accounts or Accounts(Ledger())
+        self.accounts = resumed.accounts
         self._group_size = group_size
         self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
@@ -82,9 +83,10 @@ class BoundedQueue:
         self._stopping = False
         self._changes = Changes()
         self.log, self._reading = log, asyncio.Lock()
-        self._served = resumed.served
+        self._served = max(resumed.replays, default=-1) + 1
+        """Newest version that an earlier process may have published."""
         self.log.accounts = lambda: self.accounts
-        for group in resumed.queued:
+        for group in queued:
             self._lanes["rl"].insert(group)
 
     # ------------------------------------------------------------ producer side

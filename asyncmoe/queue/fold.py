@@ -174,13 +174,17 @@ class Recovered:
     """
 
     accounts: Accounts
-    replays: Mapping[int, records.StepLeased]
-    queued: tuple[RecordedGroup, ...]
-    starts: tuple[Start, ...]
-    arrivals: int
-    history: int
-    first: int
-    repairs: tuple[records.Change, ...]
+    replays: Mapping[int, records.StepLeased] = field(default_factory=dict)
+    queued: tuple[RecordedGroup, ...] = ()
+    starts: tuple[Start, ...] = ()
+    arrivals: int = 0
+    history: int = 0
+    first: int = 0
+    repairs: tuple[records.Change, ...] = ()
+
+
+NEW = Recovered(Accounts(Ledger()))
+"""No earlier process left anything."""
 
 
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:

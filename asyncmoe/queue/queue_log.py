@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -23,29 +22,6 @@ from asyncmoe.queue.records import Start
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
 """The controller's log, the only one with leases and commits; and the number of the first worker. Workers write payloads."""
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """The state that an earlier process left for a queue to begin in.
-
-    Attributes:
-        accounts: the queue's accounts, with no episode running; None: no earlier process.
-        queued: groups to queue, by arrival.
-        starts: groups to start before any new one.
-        arrivals: number of the newest arrival.
-        served: newest version that an earlier process may have published.
-    """
-
-    accounts: Accounts | None = None
-    queued: Sequence[Group] = ()
-    starts: Sequence[Start] = ()
-    arrivals: int = 0
-    served: int = 0
-
-
-UNDISTURBED = Resumption()
-"""No earlier process left anything."""
 
 
 class QueueLog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.queue_log import Resumption
+from asyncmoe.queue.fold import NEW
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import WINDOW, Rejections
 from asyncmoe.rollout.episodes import episode
@@ -112,7 +113,8 @@ def test_what_was_under_way_starts_first_and_in_its_order() -> None:
         begun.extend([(place.group, place.attempt)] * (place.episode == 0))
         return respond(prompt, place)
 
-    held = BoundedQueue(Admission(BATCH, 1), Unlogged(), capacity=16, group_size=GROUP, resumed=Resumption(starts=(Start(1), Start(2, 1))))
+    resumed = replace(NEW, starts=(Start(1), Start(2, 1)))
+    held = BoundedQueue(Admission(BATCH, 1), Unlogged(), capacity=16, group_size=GROUP, resumed=resumed)
     produce(play, lambda held: until(lambda: held.ledger.queued == 2 * BATCH), held, first=5)
     assert begun == [(1, 0), (2, 1), (5, 0), (6, 0)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.fold import NEW
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import Resumption
+from asyncmoe.queue.records import StepLeased
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import Trajectory
@@ -66,7 +68,7 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
 
 @asynchronous
 async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
-    held = queue(max_staleness=9, resumed=Resumption(served=5))
+    held = queue(max_staleness=9, resumed=replace(NEW, replays={4: StepLeased(4, 2, 4, 0, ())}))
     held.started(2)
     await put_group(held, group(0, version=5))
     held.started(2)

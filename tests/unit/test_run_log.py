@@ -64,7 +64,7 @@ class Case:
     async def life(self, folder: Path, until: float | None) -> None:
         """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
         held = RunLog.open(configured(folder), NOTHING)
-        resumed = await held.resume(self.step)
+        resumed, queued = await held.resume(self.step)
         kept = WorkerLog.open(held._config.log, folder, held._run, 1, held.for_workers().under_way)
         worker = Worker(self._episode, SIZE, kept=kept)
         queue = self.queue = BoundedQueue(
@@ -74,6 +74,7 @@ class Case:
             group_size=SIZE,
             trained_steps=self.step,
             resumed=resumed,
+            queued=queued,
             on_freed=worker.forget,
         )
         queue.set_version(self.step)

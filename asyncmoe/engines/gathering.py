@@ -65,13 +65,8 @@ class NodeGathering:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Nodes that have not arrived."""
+        """Nodes that have not arrived; once there are none, all may start their servers."""
         return tuple(node for node in range(self.nodes) if node not in self.seats)
-
-    @property
-    def has_met(self) -> bool:
-        """Whether every node may start its server."""
-        return not self.missing
 
 
 def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
@@ -98,13 +93,13 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
         hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
         raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
-    meeting = request.meeting if node == 0 and not found.has_met else found.meeting
+    meeting = request.meeting if node == 0 and found.missing else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
 
 
 def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
     """Return an engine's nodes without those that fell silent before all had arrived."""
-    if found.has_met:
+    if not found.missing:
         return found
     return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
 
@@ -114,7 +109,7 @@ def silent(found: NodeGathering, now: float, limit_s: float) -> str:
 
     Node 0 of an engine that has joined is watched as an engine (`membership.RemoteEngine`).
     """
-    for node, seat in sorted(found.seats.items() if found.has_met else ()):
+    for node, seat in sorted(() if found.missing else found.seats.items()):
         if not (node == 0 and found.joined) and now - seat.heard > limit_s:
             return f"node {node} on {seat.who}: no heartbeat for {now - seat.heard:.0f} s (cluster.heartbeat_timeout_s {limit_s:g})"
     return ""
@@ -155,7 +150,7 @@ class Gatherings:
     def join(self, request: EngineJoin) -> str:
         """Return why an engine of several nodes cannot join, or an empty string."""
         found = self._now.get(request.name)
-        if found is None or not found.has_met or found.meeting != request.met:
+        if found is None or found.missing or found.meeting != request.met:
             return f"{request.name}: one of its nodes was lost before it could join"
         return ""
 
@@ -188,7 +183,7 @@ class Gatherings:
         if found is None or node is None:
             return False
         self._ended.append(start)
-        if not found.has_met:
+        if found.missing:
             self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
             return True
         self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=found.joined))
@@ -223,7 +218,7 @@ class Gatherings:
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
             return EngineNodes(why="its engine was lost meanwhile", again=True)
-        meeting = found.meeting if found.has_met else ""
+        meeting = "" if found.missing else found.meeting
         hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 

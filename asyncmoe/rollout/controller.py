@@ -119,7 +119,7 @@ class Controller:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._task = asked.training
         self._pool = parts.pool_of(config, config.max_concurrent)
-        untried = succession is None or succession.is_first  # else the previous controller tried scorer and answers
+        untried = succession is None or not succession.before  # else the previous controller tried scorer and answers
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
         driver = UpdateDriver(
@@ -291,12 +291,11 @@ class Controller:
 
     async def _evaluated(self, asked: Evaluations) -> Evaluated:
         known = self._evaluator.known(asked.version)
-        if known or self._stopping or await self._evaluator.ended(asked.wait_s):
-            return Evaluated(known, ended=True)
-        if asked.wait_s and not self._pool.serving:  # an engine that returns gets no weights any more
+        ended = known or self._stopping or await self._evaluator.ended(asked.wait_s)
+        if not ended and asked.wait_s and not self._pool.serving:  # an engine that returns gets no weights any more
             log.warning("version %d, the last, is not evaluated: no engine has it any more", asked.version)
-            return Evaluated(known, ended=True)
-        return Evaluated(known, ended=False)
+            ended = True
+        return Evaluated(known, ended)
 
     async def _record(self) -> None:
         while True:

@@ -48,7 +48,7 @@ class EngineLifecycle:
         if config.renews_engines:
             pool.returns = self._returns
         self.taken = asyncio.Event()
-        if succession is None or succession.is_first:
+        if succession is None or not succession.before:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:

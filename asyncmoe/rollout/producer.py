@@ -165,8 +165,7 @@ class Producer:
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:
-            group, version = flight.group, self._queue.version
-            await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
+            await self._samples.write(flight.places, flight.prompt, fate, self._queue.version, reason, detail)
 
     def _note_lost(self, rejected: TrajectoryRejected) -> None:
         self._rejections = self._rejections.note(rejected.reason)

@@ -19,6 +19,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
@@ -127,14 +128,9 @@ class BoundedQueue:
             raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
         self._count(self.ledger.start(count))
 
-    def rejected(self, count: int, reason: str) -> None:
-        """Record that `count` started episodes failed; they count as rejected under `reason`."""
-        self.accounts = self.accounts.end(count, "running", "rejected", reason)
-        self._changes.wake()
-
-    def discarded(self, count: int, reason: str) -> None:
-        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self.accounts = self.accounts.end(count, "running", "dropped", reason)
+    def ended(self, count: int, to: Literal["rejected", "dropped"], reason: str) -> None:
+        """Record that `count` started episodes failed, or are not worth queueing; they count as rejected or dropped under `reason`."""
+        self.accounts = self.accounts.end(count, "running", to, reason)
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
@@ -145,7 +141,7 @@ class BoundedQueue:
     async def put(self, group: Group) -> None:
         """Queue a complete group that was `started`; waits while the queue is full.
 
-        If this raises, the group still counts as running: the caller must report it as `rejected`.
+        If this raises, the group still counts as running: the caller must report it as `ended`.
 
         Raises:
             InvariantBroken: a key is already queued or leased.
@@ -318,17 +314,15 @@ class BoundedQueue:
         count = sum(map(len, stale))
         if not count:
             return
-        if self.admission.rule == "requeue":
-            self.accounts = self.accounts.end(count, "queued", "requeued", "stale")
-            again = [Start(group.number, group.attempt + 1) for group in stale]
-            self._again += again
-            for start in again:
-                self.log.starts(start)
-        else:
-            self.accounts = self.accounts.end(count, "queued", "dropped", "stale")
-            for group in stale:
+        requeued = self.admission.rule == "requeue"
+        self.accounts = self.accounts.end(count, "queued", "requeued" if requeued else "dropped", "stale")
+        for group in stale:
+            if requeued:
+                self._again.append(Start(group.number, group.attempt + 1))
+                self.log.starts(self._again[-1])
+            else:
                 self.log.ended(group.number)
-        self._on_stale(stale, self.admission.rule == "requeue", version)
+        self._on_stale(stale, requeued, version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:

@@ -111,7 +111,7 @@ class QueueLog:
             held.append(records.LeasedGroup(group.number, weight, keys, group.arrival, len(group), group.place or Place(OWN, 0)))
         self._decided = self._add(records.StepLeased(step, count, version, self.history, tuple(held)))
 
-    def committed(self, step: int, skipped: str = "") -> None:
+    def committed(self, step: int, skipped: str) -> None:
         """Record the end of a leased step: trained, or skipped for the reason given. Warm-up steps have no records."""
         if (lease := self.state.leases.get(step)) is not None:
             self._decided = self._add(records.StepCommitted(step, skipped, lease.numbers))

@@ -133,7 +133,7 @@ class Producer:
             # A failed episode cancels the others.
             episodes = await together([self._workers.episode(flight.prompt, place) for place in flight.places])
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
-                self._queue.discarded(self._size, EQUAL)
+                self._queue.ended(self._size, "dropped", EQUAL)
                 self._log.ended(flight.group.number)
                 self._workers.forget([flight.group.number], flight.places)
                 await self._sample(flight, "dropped", EQUAL)
@@ -144,7 +144,7 @@ class Producer:
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
             self._workers.forget([flight.group.number], flight.places)  # before the next attempt can start
-            self._queue.rejected(self._size, rejected.reason)
+            self._queue.ended(self._size, "rejected", rejected.reason)
             restarted = self._restart(flight.group, rejected)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             log.warning("a response was rejected for %s", rejected)

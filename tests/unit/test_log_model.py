@@ -96,7 +96,7 @@ class Program:
         if not self.model.running:
             return
         one = self.model.running.pop(self.draw.randrange(len(self.model.running)))
-        self.life.queue.rejected(SIZE, "engine_died")
+        self.life.queue.ended(SIZE, "rejected", "engine_died")
         self.model.order.remove(one)
         if self.draw.random() < 0.5:
             again = Start(one.number, one.attempt + 1, one.failures + 1)
@@ -178,8 +178,7 @@ class Program:
         model.skips = {step: why for step, why in model.skips.items() if step < back}
         ahead, after = [step for step in model.leases if step >= back], life.queue.ledger
         assert life.log.history == history + bool(ahead)
-        assert (after.started, after.running, after.queued) == (before.started, before.running, before.queued)
-        assert life.queue.version == version
+        assert (after.started, after.running, after.queued, life.queue.version) == (before.started, before.running, before.queued, version)
         assert after.queued == SIZE * len(model.queued)
         assert after.leased == BATCH * len(ahead)
         assert life.queue.trained_steps == back

@@ -14,7 +14,6 @@ from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import NEW
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.records import StepLeased
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import Trajectory
@@ -68,7 +67,7 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
 
 @asynchronous
 async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
-    held = queue(max_staleness=9, resumed=replace(NEW, replays={4: StepLeased(4, 2, 4, 0, ())}))
+    held = queue(max_staleness=9, resumed=replace(NEW, replays=dict.fromkeys([4])))
     held.started(2)
     await put_group(held, group(0, version=5))
     held.started(2)
@@ -92,7 +91,7 @@ async def test_what_is_no_whole_new_group_does_not_get_in() -> None:
             await put_group(held, made)
     assert held.ledger == before
     assert held.ledger.queued == 2
-    held.rejected(2, "bad_logprob")
+    held.ended(2, "rejected", "bad_logprob")
     assert held.accounts.rejected == {"bad_logprob": 2}
 
 
@@ -113,7 +112,7 @@ async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
     waiting = asyncio.create_task(held.wait_can_start(2))
     await settle()
     assert not waiting.done()
-    held.set_version(1) if event == "version" else held.rejected(2, "timeout")
+    held.set_version(1) if event == "version" else held.ended(2, "rejected", "timeout")
     await waiting
     assert held.can_start(2)
 

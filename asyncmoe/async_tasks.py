@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 async def together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results. If one raises, cancel the others, then raise its error."""
-    if len(asked) < 2:
-        return [await one for one in asked]
     tasks = [asyncio.create_task(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)

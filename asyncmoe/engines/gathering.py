@@ -82,7 +82,8 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     name, node = request.name, request.node
     if node >= request.nodes:
         raise UserError(f"node of engine {name}", got=node, expected=f"less than engines.nodes = {request.nodes}")
-    found = None if found is None else staying(found, now, limit_s)
+    if found is not None and found.missing:  # without those that fell silent
+        found = replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
     if found is None or not found.seats:
         found = NodeGathering(name, request.nodes)
     if request.nodes != found.nodes:
@@ -95,13 +96,6 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and found.missing else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
-
-
-def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
-    """Return an engine's nodes without those that fell silent before all had arrived."""
-    if not found.missing:
-        return found
-    return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
 
 
 def silent(found: NodeGathering, now: float, limit_s: float) -> str:
@@ -141,7 +135,9 @@ class Gatherings:
         until = time.monotonic() + min(request.wait_s, self._limit_s / 2)
         self._hear(request)
         while True:
-            self._watch(request.name)
+            self._look()
+            if (found := self._now.get(request.name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
+                self.end(request.name, found.meeting, EngineOrder(why=why, again=found.joined))
             reply = self._reply(request)
             if reply.is_order or reply.meeting != request.met or time.monotonic() >= until:
                 return reply
@@ -178,10 +174,10 @@ class Gatherings:
 
     def end_start(self, name: str, start: str, why: str) -> bool:
         """Order all nodes of an engine to end because one of them has; return whether that one was among them."""
-        found = self._now.get(name)
-        node = next((number for number, seat in found.seats.items() if seat.start == start), None) if found is not None else None
-        if found is None or node is None:
+        if not self.has(name, start):
             return False
+        found = self._now[name]
+        node = next(number for number, seat in found.seats.items() if seat.start == start)
         self._ended.append(start)
         if found.missing:
             self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
@@ -205,12 +201,6 @@ class Gatherings:
             came = self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
             if found is None or request.start not in found.starts:
                 log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
-
-    def _watch(self, name: str) -> None:
-        """End the nodes of an engine if one of them is silent."""
-        self._look()
-        if (found := self._now.get(name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
-            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined))
 
     def _reply(self, request: EngineNode) -> EngineNodes:
         if (order := self._last or self._told(request.name, request.start)) is not None:

@@ -116,8 +116,7 @@ class Samples:
 
 def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     """Return the samples of a run that has taken `step` optimizer steps; None if none are wanted."""
-    section = config.telemetry.samples
-    if not section.groups:
+    if not config.telemetry.samples.groups:
         return None
     file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, records.MOST_BYTES, step)
     return Samples(file, choice_of(config), pieces, records.MOST_TOKENS)

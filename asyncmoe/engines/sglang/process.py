@@ -86,12 +86,10 @@ class SGLangProcess:
         port = int(self._reserved.getsockname()[1])
         log = config.run.dir / "logs" / f"{process_name(name, place.node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
-        self._adapter = None
-        kind = models.adapter_of(config, hf)
-        if kind is not None:
-            self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
+        kind, dtype = models.adapter_of(config, hf), models.engine_dtype(hf, section)
+        self._adapter = None if kind is None else (family_of(hf).shape_of(hf), kind, dtype)
         routing = models.kept_routing(config, hf)
-        own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
+        own = ("--dtype", dtype, *family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = key or secrets.token_urlsafe()
         # Passed in the environment, because every user of this machine can read arguments.
@@ -238,7 +236,8 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace = A
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
         each = config.engines.ranks_per_node
         first = index * each if address.several(config.cluster.network) else index * config.engines.tp + place.node * each
-        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, each)
+        cores = sorted(os.sched_getaffinity(0))  # one for each rank; ranks share them in turn if there are fewer
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(each))
     if place.meeting:
         given |= _between_nodes(host, place)
     family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
@@ -272,8 +271,3 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _cores(available: Sequence[int], first: int, ranks: int) -> str:
-    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer cores."""
-    return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

@@ -128,8 +128,7 @@ class WorkerFleet:
 
     def lost(self) -> set[tuple[str, int]]:
         """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
-        gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
-        return {(one.host, one.pid) for one in gone}
+        return {(one.joined.rendezvous.host, one.joined.rendezvous.pid) for one in self._workers.values() if one.gone}
 
     def figures(self) -> Figures:
         """Return the statistics of all workers, including lost ones."""

@@ -72,15 +72,15 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
     """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then routes and masks. Does not copy contiguous arrays.
 
     Raises:
-        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or routes or masks have a wrong number of tokens; no
-            decoder would accept it.
+        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or routes or masks have a wrong number of tokens:
+            `decode` would refuse such frames.
     """
     dtypes = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if getattr(trajectory, n) is not None}
     arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in dtypes}
     for n, a in arrays.items():
         if a.dtype != dtypes[n] or a.shape != (len(trajectory),) or not len(a):
             raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},), not empty"
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},) and at least one token"
             )
     r, m = trajectory.routes, trajectory.masks
     for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory))):
@@ -169,7 +169,7 @@ def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.
     if got != list(expected.items()):
         raise ProtocolError(f"trajectory {header.key}: got arrays {got}, expected {list(expected.items())}")
     if len({s.shape for s in header.arrays}) != 1:
-        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
+        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected equal ones")
     arrays, digest = {}, 0
     for name, frame in zip((*ARRAYS, *OPTIONAL), frames, strict=True):
         if name not in specs:

@@ -1,4 +1,4 @@
-"""The backward pass of `logprobs`: recomputes the logits block by block and multiplies their gradients right away.
+"""The backward pass of `logprobs`: recomputes the logits block by block and uses each block's gradient at once.
 
 With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability divided by the temperature, the
 gradient of z * temperature is g = u (onehot - p); the gradient of hidden is g @ weight, that of weight g.T @ hidden.
@@ -40,7 +40,7 @@ class HeadRows:
         normaliser: float32[n]; logsumexp of z over the whole vocabulary.
         column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
         upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, divided by the temperature.
-        kept: the same over supports, if there are any.
+        kept: the ids of supports and the gradients over them, if there are any.
     """
 
     hidden: torch.Tensor
@@ -98,7 +98,7 @@ def _tell_data_parallelism(weight: Any) -> None:
     """Mark the weight's gradient as added, as Megatron's own layers do when they fuse it (`grad_added_to_main_grad` in
     core/tensor_parallel/layers.py).
 
-    Data parallelism's hook, which runs next, then ignores `grad`, but overlapped reductions require one: this dummy takes no memory. A
+    Data parallelism's hook, which runs next, then ignores `grad`, but overlapped reductions require one: a dummy without memory. A
     weight shared with an embedding of the same stage differs: its gradient comes from autograd, and `zero_out_wgrad` makes the hook add it.
     """
     if getattr(weight, "zero_out_wgrad", False):

@@ -211,7 +211,7 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
         batch = min(64, case.in_flight // _GROUP * _GROUP)
         worker = Worker(partial(episode.run, stage.context), _GROUP, case.recording)
         law = Admission(batch, case.in_flight // batch + 1, rule="downweight", drop_above=1 << 30)  # the stand-ins serve version 0 for ever
-        queue = BoundedQueue(law, Unlogged(), capacity=case.in_flight + 4 * batch, group_size=_GROUP, on_freed=worker.over)
+        queue = BoundedQueue(law, Unlogged(), capacity=case.in_flight + 4 * batch, group_size=_GROUP, on_freed=worker.forget)
         producer = Producer(queue, _Asks(prompt), worker, _GROUP)
         freeze()
         with _running(producer.run()) as (producing,):

@@ -21,5 +21,5 @@ class Unlogged(QueueLog):
     def _add(self, change: records.Change) -> int:
         return -1
 
-    async def _durable(self, position: int) -> None:
+    async def settled(self) -> None:
         pass

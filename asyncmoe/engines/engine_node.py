@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asyncmoe.async_tasks import first_of
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import EngineProcess
-from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, RunFailed, ServerLost, coming, controller, first_of, stay, unless, watch
+from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, ServerLost, coming, controller, obey, stay, unless, watch
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.rpc import address
@@ -52,9 +53,9 @@ async def serve_node(
         return
     over_network = address.several(config.cluster.network)
     host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
-    offered = None if node else MeetingPlace(host if over_network else None)
-    seat = Seat(config, rendezvous, name, node, "" if offered is None else offered.url)
-    try:
+    with contextlib.ExitStack() as held:
+        offered = None if node else held.enter_context(contextlib.closing(MeetingPlace(host if over_network else None)))
+        seat = held.enter_context(contextlib.closing(Seat(config, rendezvous, name, node, "" if offered is None else offered.url)))
         with coming(again=again):
             met = await unless(stop, seat.meet())
             if met is None:
@@ -67,27 +68,20 @@ async def serve_node(
             except AsyncmoeError as error:
                 await seat.end(str(error))
                 raise
-        following_orders = asyncio.create_task(seat.follow())
         try:
             if node:
-                await _hold(seat, engine, following_orders, stop)
+                await _hold(seat, engine, stop)
             else:
-                await _lead(seat, engine, following_orders, key, met, stop, again=again)
+                await _lead(seat, engine, key, met, stop, again=again)
         finally:
-            following_orders.cancel()
-            await asyncio.gather(following_orders, return_exceptions=True)
             await engine.stop()
-    finally:
-        seat.close()
-        if offered is not None:
-            offered.close()
 
 
-async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
+async def _hold(seat: Seat, engine: EngineProcess, stop: asyncio.Event) -> None:
     """Run the ranks of a node other than the first."""
-    async with first_of(orders, watch(engine), stop.wait()) as (_, health, _):
+    async with first_of(seat.follow(), watch(engine), stop.wait()) as (orders, health, _):
         if orders.done():
-            _obey(seat, orders.result())
+            obey(seat.title, orders.result())
         elif health.done():
             order = await seat.end(health.result())
             # Without an answer from this controller, the next one decides whether the run has failed.
@@ -97,14 +91,12 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
             await seat.end("")
 
 
-async def _lead(
-    seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], key: str, met: EngineNodes, stop: asyncio.Event, *, again: bool
-) -> None:
+async def _lead(seat: Seat, engine: EngineProcess, key: str, met: EngineNodes, stop: asyncio.Event, *, again: bool) -> None:
     """Join the run for all nodes, and stay in it."""
-    async with first_of(orders, engine.wait_ready(), stop.wait()) as (_, starting, _):
+    async with first_of(seat.follow(), engine.wait_ready(), stop.wait()) as (orders, starting, _):
         try:
             if orders.done():
-                return _obey(seat, orders.result())
+                return obey(seat.title, orders.result())
             if not starting.done():
                 await seat.end("it was stopped")
                 return
@@ -121,17 +113,6 @@ async def _lead(
             if not orders.done():
                 await seat.end(str(error))
             raise
-
-
-def _obey(seat: Seat, order: EngineNodes) -> None:
-    """Return normally if the run is over.
-
-    Raises:
-        ServerLost: the engine is lost, but not the run.
-        RunFailed: the run has failed, or the engine did not start.
-    """
-    if order.why:
-        raise (ServerLost if order.again else RunFailed)(f"{seat.title} was ended by the controller: {order.why}")
 
 
 class Seat:
@@ -170,7 +151,7 @@ class Seat:
             self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts include an outdated clock reading
             if reply.finished:
                 return None
-            _obey(self, reply)
+            obey(self.title, reply)
             if reply.meeting:
                 log.info("%s: all %d nodes have come", self.title, len(reply.hosts))
                 return reply

@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from asyncmoe.async_tasks import first_of
 from asyncmoe.config import Config
 from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.node_messages import EngineNodes
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
 
@@ -125,6 +127,17 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
         await asyncio.sleep(_POLL_S)
 
 
+def obey(name: str, order: EngineOrder | EngineNodes) -> None:
+    """Return normally if the run is over.
+
+    Raises:
+        ServerLost: the engine is lost, but not the run.
+        RunFailed: the run has failed, or the engine did not start.
+    """
+    if order.why:
+        raise (ServerLost if order.again else RunFailed)(f"{name} was ended by the controller: {order.why}")
+
+
 async def watch(engine: EngineProcess) -> str:
     """Wait for a server to end, and return the reason."""
     while (why := engine.died) is None:
@@ -152,9 +165,7 @@ async def _stay_with(
         asking = _orders(client, engine.name, config.cluster.heartbeat_timeout_s, joined.controller)
         async with first_of(asking, watch(engine), stop.wait()) as (orders, health, _):
             if orders.done():
-                order = orders.result()
-                if order.why:
-                    raise (ServerLost if order.again else RunFailed)(f"{engine.name} was ended by the controller: {order.why}")
+                obey(engine.name, orders.result())
             elif health.done():
                 with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
                     await client.ask(EngineLeave(engine.name, health.result()), GRACE_S)
@@ -208,16 +219,3 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     async with first_of(work, stop.wait()) as (working, _):
         result: T | None = working.result() if working.done() else None
         return result
-
-
-@contextlib.asynccontextmanager
-async def first_of(*work: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
-    """Run awaitables concurrently; enter the block with their futures once one is done, and cancel the others at its end."""
-    futures = tuple(map(asyncio.ensure_future, work))
-    try:
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        yield futures
-    finally:
-        for future in futures:
-            future.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)

@@ -65,13 +65,8 @@ class NodeGathering:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Nodes that have not arrived."""
+        """Nodes that have not arrived; once there are none, all may start their servers."""
         return tuple(node for node in range(self.nodes) if node not in self.seats)
-
-    @property
-    def has_met(self) -> bool:
-        """Whether every node may start its server."""
-        return not self.missing
 
 
 def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
@@ -87,7 +82,8 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     name, node = request.name, request.node
     if node >= request.nodes:
         raise UserError(f"node of engine {name}", got=node, expected=f"less than engines.nodes = {request.nodes}")
-    found = None if found is None else staying(found, now, limit_s)
+    if found is not None and found.missing:  # without those that fell silent
+        found = replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
     if found is None or not found.seats:
         found = NodeGathering(name, request.nodes)
     if request.nodes != found.nodes:
@@ -98,15 +94,8 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
         hint = f"set another --node or --name, or start again in {silence:.0f} s if the first one has ended"
         raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
-    meeting = request.meeting if node == 0 and not found.has_met else found.meeting
+    meeting = request.meeting if node == 0 and found.missing else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
-
-
-def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
-    """Return an engine's nodes without those that fell silent before all had arrived."""
-    if found.has_met:
-        return found
-    return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
 
 
 def silent(found: NodeGathering, now: float, limit_s: float) -> str:
@@ -114,7 +103,7 @@ def silent(found: NodeGathering, now: float, limit_s: float) -> str:
 
     Node 0 of an engine that has joined is watched as an engine (`membership.RemoteEngine`).
     """
-    for node, seat in sorted(found.seats.items() if found.has_met else ()):
+    for node, seat in sorted(() if found.missing else found.seats.items()):
         if not (node == 0 and found.joined) and now - seat.heard > limit_s:
             return f"node {node} on {seat.who}: no heartbeat for {now - seat.heard:.0f} s (cluster.heartbeat_timeout_s {limit_s:g})"
     return ""
@@ -146,7 +135,9 @@ class Gatherings:
         until = time.monotonic() + min(request.wait_s, self._limit_s / 2)
         self._hear(request)
         while True:
-            self._watch(request.name)
+            self._look()
+            if (found := self._now.get(request.name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
+                self.end(request.name, found.meeting, EngineOrder(why=why, again=found.joined))
             reply = self._reply(request)
             if reply.is_order or reply.meeting != request.met or time.monotonic() >= until:
                 return reply
@@ -155,7 +146,7 @@ class Gatherings:
     def join(self, request: EngineJoin) -> str:
         """Return why an engine of several nodes cannot join, or an empty string."""
         found = self._now.get(request.name)
-        if found is None or not found.has_met or found.meeting != request.met:
+        if found is None or found.missing or found.meeting != request.met:
             return f"{request.name}: one of its nodes was lost before it could join"
         return ""
 
@@ -183,12 +174,12 @@ class Gatherings:
 
     def end_start(self, name: str, start: str, why: str) -> bool:
         """Handle the end of the node with this `start`: if all nodes have met, all end. Return whether the node was known."""
-        found = self._now.get(name)
-        node = next((number for number, seat in found.seats.items() if seat.start == start), None) if found is not None else None
-        if found is None or node is None:
+        if not self.has(name, start):
             return False
+        found = self._now[name]
+        node = next(number for number, seat in found.seats.items() if seat.start == start)
         self._ended.append(start)
-        if not found.has_met:
+        if found.missing:
             self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
             return True
         self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=found.joined))
@@ -211,19 +202,13 @@ class Gatherings:
             if found is None or request.start not in found.starts:
                 log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
 
-    def _watch(self, name: str) -> None:
-        """End the nodes of an engine if one of them is silent."""
-        self._look()
-        if (found := self._now.get(name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
-            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined))
-
     def _reply(self, request: EngineNode) -> EngineNodes:
         if (order := self._last or self._told(request.name, request.start)) is not None:
             return _ending(order)
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
             return EngineNodes(why="its engine was lost in the meantime", again=True)
-        meeting = found.meeting if found.has_met else ""
+        meeting = "" if found.missing else found.meeting
         hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 

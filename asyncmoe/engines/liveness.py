@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from asyncmoe.async_tasks import cancelled
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
@@ -47,9 +48,7 @@ class Liveness:
                     self._probes.pop(member).result()
                 await asyncio.sleep(_POLL_S)
         finally:
-            for task in self._probes.values():
-                task.cancel()
-            await asyncio.gather(*self._probes.values(), return_exceptions=True)
+            await cancelled(self._probes.values())
 
     async def _follow(self, member: Member) -> None:
         failed = 0
@@ -68,11 +67,8 @@ class Liveness:
                 # Probes are counted, not seconds: if this process itself stands still, each engine fails one probe, not all.
                 failed, member.suspect = failed + 1, True
                 if failed >= _PROBES - 1:
-                    await self._fence(member, failed * self._every_s)
-                    return
+                    silent = failed * self._every_s
+                    self._pool.fence(member, f"no token for {silent:.0f} s (engines.hang_timeout_s {self._limit_s:g})")
+                    # Its machine may hang too and never receive the order to end; the requests must not wait for that.
+                    return await member.engine.client.close()
             await asyncio.sleep(max(0.0, begin + self._every_s - time.monotonic()))
-
-    async def _fence(self, member: Member, silent: float) -> None:
-        self._pool.fence(member, f"no token for {silent:.0f} s (engines.hang_timeout_s {self._limit_s:g})")
-        # Its machine may hang too and never receive the order to end; the requests must not wait for that.
-        await member.engine.client.close()

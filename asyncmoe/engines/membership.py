@@ -43,7 +43,7 @@ class RemoteEngine:
         gatherings: tracks its nodes, if it has several; they end with it.
     """
 
-    def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None = None) -> None:
+    def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None) -> None:
         self._gatherings, self._met = gatherings, joined.met
         self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
         self.client = connect(joined.name, joined.url, joined.key)
@@ -188,7 +188,10 @@ class Membership:
         if gatherings is not None and (why := gatherings.join(request)):
             raise EngineError(why)
         engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s, gatherings)
-        if not await _answers(engine):
+        until = time.monotonic() + _REACH_S
+        while not (there := await engine.client.ready()) and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        if not there:
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
@@ -261,13 +264,6 @@ class Membership:
             if member.engine.name == name and isinstance(member.engine, RemoteEngine):
                 return member, member.engine
         raise ProtocolError(f"{name}: no engine of that name has joined this controller")
-
-
-async def _answers(engine: RemoteEngine) -> bool:
-    until = time.monotonic() + _REACH_S
-    while not (there := await engine.client.ready()) and time.monotonic() < until:
-        await asyncio.sleep(_POLL_S)
-    return there
 
 
 def _check(config: Config, request: EngineJoin | EngineNode) -> None:

@@ -17,15 +17,19 @@ from asyncmoe.scratch import Scratch
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node of an engine over several nodes.
+    """One node of an engine.
 
     Attributes:
         node: its number, from 0.
-        meeting: where all ranks meet, as torch writes it: "tcp://10.1.0.3:29500", or "file:///..." for nodes on one machine.
+        meeting: where all ranks meet, as torch writes it: "tcp://10.1.0.3:29500", or "file:///..." for nodes on one machine. Empty: the
+            engine has no other node.
     """
 
-    node: int
-    meeting: str
+    node: int = 0
+    meeting: str = ""
+
+
+ALONE = NodePlace()
 
 
 class MeetingPlace:

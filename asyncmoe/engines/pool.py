@@ -137,7 +137,11 @@ class Pool:
         request: ScheduledRequest = UNKNOWN,
         listener: Listener | None = None,
     ) -> PooledGeneration:
-        """Generate one response.
+        """Generate one response: ask engines until one answers, so that no lost engine or standstill of this process costs an episode its
+        earlier answers.
+
+        Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and, once
+        resumed, continues the unfinished group from those answers; a group that starts over would lose them.
 
         Args:
             routed, listener: as for `Engine.generate`.
@@ -147,22 +151,6 @@ class Pool:
             TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
             EngineError: no engine is left.
         """
-        answer, member = await self._answered(tokens, sampling, routed, request, listener)
-        if request.conversation:
-            self._homes[request.conversation] = member.engine.name
-        goes_on = request.partial and answer.generation.finish == "length"
-        if answer.generation.finish != ABORTED and not goes_on:
-            self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
-        return answer
-
-    async def _answered(
-        self, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
-    ) -> tuple[PooledGeneration, Member]:
-        """Ask engines until one answers, so that no lost engine or standstill of this process costs an episode its earlier answers.
-
-        Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and, once
-        resumed, continues the unfinished group from those answers; a group that starts over would lose them.
-        """
         lost = broken = 0
         while True:
             began, member = time.monotonic(), None
@@ -170,7 +158,7 @@ class Pool:
                 async with self._gate.place(request):
                     await self._some()
                     member = self._choose(request)
-                    return await self._ask(member, tokens, sampling, routed, listener), member
+                    return await self._ask(member, tokens, sampling, routed, request, listener)
             except TrajectoryRejected as error:
                 stood = error.reason == "engine_timeout" and self._standstill.since(began)
                 live = listener is not None and listener.live  # what it has heard cannot be taken back
@@ -291,7 +279,9 @@ class Pool:
                 raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
-    async def _ask(self, member: Member, tokens: Tokens, sampling: Sampling, routed: int, listener: Listener | None) -> PooledGeneration:
+    async def _ask(
+        self, member: Member, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
+    ) -> PooledGeneration:
         member.entered()
         try:
             async with self._asking(member):
@@ -301,6 +291,10 @@ class Pool:
             member.left(self._record)
         member.heard, member.suspect = time.monotonic(), False
         self.generated_tokens += len(generation.tokens)
+        if request.conversation:
+            self._homes[request.conversation] = member.engine.name
+        if generation.finish != ABORTED and not (request.partial and generation.finish == "length"):  # else the response goes on
+            self._lengths.note(request.prompt, request.sampled + len(generation.tokens))
         return PooledGeneration(generation, salt)
 
     @asynccontextmanager
@@ -321,9 +315,9 @@ class Pool:
             raise TrajectoryRejected("engine_timeout", str(error)) from error
 
     def _choose(self, request: ScheduledRequest) -> Member:
-        serving = self.serving
         # A silent engine has few requests, because they time out, so it would be the first choice.
-        members = {member.engine.name: member for member in serving if not member.suspect} or {m.engine.name: m for m in serving}
+        serving = [member for member in self.serving if not member.suspect] or self.serving
+        members = {member.engine.name: member for member in serving}
         loads = {name: member.in_flight for name, member in members.items()}
         return members[choose(loads, self._homes.get(request.conversation, ""))]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncmoe.async_tasks import together
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, Disagreement, ProtocolError
@@ -101,13 +102,9 @@ class Prober:
             async with places:
                 return (await member.engine.client.prompt_logprobs(tokens, self._timeout_s)).logprobs
 
-        found = await asyncio.gather(*(ask(tokens) for tokens in probe.tokens), return_exceptions=True)
-        scored: list[tuple[Sequence[float], Sequence[float]]] = []
-        for ours, theirs in zip(probe.logprobs, found, strict=True):
-            if isinstance(theirs, AsyncmoeError):
-                log.warning("probe: %s", theirs)
-                return None
-            if isinstance(theirs, BaseException):
-                raise theirs
-            scored.append((ours, theirs))
-        return compare(member.engine.name, scored)
+        try:
+            found = await together([ask(tokens) for tokens in probe.tokens])
+        except AsyncmoeError as error:
+            log.warning("probe: %s", error)
+            return None
+        return compare(member.engine.name, list(zip(probe.logprobs, found, strict=True)))

@@ -84,29 +84,27 @@ class Lengths:
     """Response lengths by prompt, for the `KEPT_PROMPTS` most recent prompts."""
 
     def __init__(self) -> None:
-        self._by_prompt: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._longest: dict[str, int] = {}
+        self._by_prompt: OrderedDict[str, tuple[int, int, float]] = OrderedDict()
+        """Tokens of all responses, their number, and the tokens of the longest."""
         self._tokens = self._count = 0
 
     def note(self, prompt: str, tokens: int) -> None:
         """Record a finished response of `tokens` tokens to `prompt`."""
-        before, count = self._by_prompt.pop(prompt, (0, 0))
-        self._by_prompt[prompt] = before + tokens, count + 1
-        self._longest[prompt] = max(tokens, self._longest.get(prompt, 0))
+        before, count, longest = self._by_prompt.pop(prompt, (0, 0, 0))
+        self._by_prompt[prompt] = before + tokens, count + 1, max(tokens, longest)
         self._tokens, self._count = self._tokens + tokens, self._count + 1
         if len(self._by_prompt) > KEPT_PROMPTS:
-            name, (old, gone) = self._by_prompt.popitem(last=False)
-            del self._longest[name]
+            _, (old, gone, _) = self._by_prompt.popitem(last=False)
             self._tokens, self._count = self._tokens - old, self._count - gone
 
     def expected(self, prompt: str) -> float:
         """Return the expected tokens of a response to `prompt`: the mean of earlier responses to it, else of all responses, else 0."""
-        tokens, count = self._by_prompt.get(prompt, (self._tokens, self._count))
+        tokens, count, _ = self._by_prompt.get(prompt, (self._tokens, self._count, 0))
         return tokens / count if count else 0.0
 
     def longest(self, prompt: str) -> float:
         """Return the most tokens of an earlier response to `prompt`; inf if there was none."""
-        return self._longest.get(prompt, math.inf)
+        return self._by_prompt.get(prompt, (0, 0, math.inf))[2]
 
 
 class Waiting:

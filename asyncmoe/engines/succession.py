@@ -48,11 +48,6 @@ class Succession:
         self._thread = ThreadPoolExecutor(1, "succession")
         self._write(self.weights)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no earlier controller left engines."""
-        return not self.before
-
     def forget(self) -> None:
         """Take over no engine: those left belong to steps that no longer exist."""
         self.before, self.weights = "", EngineWeights()

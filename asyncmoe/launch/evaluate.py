@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncmoe import models
+from asyncmoe.async_tasks import cancelled, together
 from asyncmoe.config import Config
 from asyncmoe.config.devices import counted
 from asyncmoe.config.sync import SyncSection
@@ -23,7 +24,6 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.launch import gpus
 from asyncmoe.models import hub
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.async_tasks import cancelled, together
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import trial

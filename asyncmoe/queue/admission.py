@@ -26,9 +26,12 @@ version is served. A version that needed more trajectories than these would neve
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import InvariantBroken
+
+State = Literal["running", "queued", "leased", "trained", "dropped", "rejected", "requeued", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class Ledger:
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
     takes trajectories out of trained and skipped. Under the law, running, queued, leased and trained trajectories use capacity, and so do
     skipped ones, whose step is over although the trainer left them untrained.
+
+        running -> queued     accepted: complete and scored
+        running -> rejected   unusable
+        running -> dropped    complete, without a learning signal
+        queued  -> leased
+        queued  -> dropped    refused by the consumption rule
+        queued  -> requeued   refused by the consumption rule; the prompt starts again
+        leased  -> trained
+        leased  -> skipped    left untrained by the step
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
@@ -69,39 +81,8 @@ class Ledger:
             raise InvariantBroken(f"ledger: got {count} to start, expected at least 1")
         return replace(self, started=self.started + count, running=self.running + count)
 
-    def accept(self, count: int) -> Ledger:
-        """Accept complete and scored trajectories: running -> queued."""
-        return self._move("running", "queued", count)
-
-    def reject(self, count: int) -> Ledger:
-        """Reject unusable trajectories: running -> rejected."""
-        return self._move("running", "rejected", count)
-
-    def discard(self, count: int) -> Ledger:
-        """Discard complete trajectories without a learning signal: running -> dropped."""
-        return self._move("running", "dropped", count)
-
-    def drop(self, count: int) -> Ledger:
-        """Drop trajectories that the consumption rule refuses: queued -> dropped."""
-        return self._move("queued", "dropped", count)
-
-    def requeue(self, count: int) -> Ledger:
-        """Requeue trajectories that the consumption rule refuses, whose prompts start again: queued -> requeued."""
-        return self._move("queued", "requeued", count)
-
-    def lease(self, count: int) -> Ledger:
-        """Lease trajectories to the trainer: queued -> leased."""
-        return self._move("queued", "leased", count)
-
-    def skip(self, count: int) -> Ledger:
-        """Skip trajectories that their step left untrained: leased -> skipped."""
-        return self._move("leased", "skipped", count)
-
-    def train(self, count: int) -> Ledger:
-        """Count trajectories as trained: leased -> trained."""
-        return self._move("leased", "trained", count)
-
-    def _move(self, source: str, to: str, count: int) -> Ledger:
+    def move(self, count: int, source: State, to: State) -> Ledger:
+        """Move trajectories from one state to another; the table above has the moves."""
         if not 0 < count <= getattr(self, source):
             raise InvariantBroken(f"ledger: cannot move {count} from {source} to {to}: {self}")
         return replace(self, **{source: getattr(self, source) - count, to: getattr(self, to) + count})

@@ -19,16 +19,16 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
-from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.fold import Recovered
+from asyncmoe.queue.fold import NEW, Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import UNDISTURBED, QueueLog, Resumption
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
@@ -48,11 +48,13 @@ class BoundedQueue:
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with the groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
-        on_freed: called with groups that the queue no longer references.
+        on_freed: called with the numbers of groups that the queue no longer references.
         log: records every change.
-        resumed: the state an earlier process left in the log.
+        resumed: the state that an earlier process left in the log.
+        queued: its queued groups, read from the log.
 
     Attributes:
+        accounts: counts of all episodes, by state and reason.
         log: as above.
     """
 
@@ -66,11 +68,12 @@ class BoundedQueue:
         trained_steps: int = 0,
         demonstrations: int = 0,
         on_stale: Callable[[Sequence[Group], bool, int], None] = lambda *_: None,
-        on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-        resumed: Resumption = UNDISTURBED,
+        on_freed: Callable[[Sequence[int]], None] = lambda _: None,
+        resumed: Recovered = NEW,
+        queued: Sequence[Group] = (),
     ) -> None:
         self.admission = admission
-        self._accounts = resumed.accounts or Accounts(Ledger())
+        self.accounts = resumed.accounts
         self._group_size = group_size
         self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
@@ -81,9 +84,10 @@ class BoundedQueue:
         self._stopping = False
         self._changes = Changes()
         self.log, self._reading = log, asyncio.Lock()
-        self._served = resumed.served
-        self.log.accounts = lambda: self._accounts
-        for group in resumed.queued:
+        self._served = max(resumed.replays, default=-1) + 1
+        """Newest version that an earlier process may have published."""
+        self.log.accounts = lambda: self.accounts
+        for group in queued:
             self._lanes["rl"].insert(group)
 
     # ------------------------------------------------------------ producer side
@@ -124,14 +128,9 @@ class BoundedQueue:
             raise InvariantBroken(f"queue: {count} more episodes violate the capacity law at version {self._version}: {self.ledger}")
         self._count(self.ledger.start(count))
 
-    def rejected(self, count: int, reason: str) -> None:
-        """Record that `count` started episodes failed; they count as rejected under `reason`."""
-        self._accounts = self._accounts.reject(count, reason)
-        self._changes.wake()
-
-    def discarded(self, count: int, reason: str) -> None:
-        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self._accounts = self._accounts.discard(count, reason)
+    def ended(self, count: int, to: Literal["rejected", "dropped"], reason: str) -> None:
+        """Record that `count` started episodes failed, or are not worth queueing; they count as rejected or dropped under `reason`."""
+        self.accounts = self.accounts.end(count, "running", to, reason)
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
@@ -142,7 +141,7 @@ class BoundedQueue:
     async def put(self, group: Group) -> None:
         """Queue a complete group that was `started`; waits while the queue is full.
 
-        If this raises, the group still counts as running: the caller must report it as `rejected`.
+        If this raises, the group still counts as running: the caller must report it as `ended`.
 
         Raises:
             InvariantBroken: a key is already queued or leased.
@@ -220,9 +219,9 @@ class BoundedQueue:
         if phase == "rl":
             count = sum(map(len, groups))
             if dropped:
-                self._accounts = self._accounts.skip(count, dropped)
+                self.accounts = self.accounts.end(count, "leased", "skipped", dropped)
             else:
-                self._count(self.ledger.train(count))
+                self._count(self.ledger.move(count, "leased", "trained"))
         self.log.committed(step, dropped)
         self._changes.wake()
 
@@ -244,7 +243,7 @@ class BoundedQueue:
         """
         self._leases, ledger = self._leases.reopen(step), found.accounts.ledger
         ledger = replace(self.ledger, leased=ledger.leased, trained=ledger.trained, skipped=ledger.skipped)
-        self._accounts = replace(self._accounts, ledger=ledger, skipped=found.accounts.skipped)
+        self.accounts = replace(self.accounts, ledger=ledger, skipped=found.accounts.skipped)
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that a waiting `put_demonstrations` adds to the discarded buffer
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
@@ -263,11 +262,7 @@ class BoundedQueue:
     @property
     def ledger(self) -> Ledger:
         """Counts of all episodes by state."""
-        return self._accounts.ledger
-
-    def stats(self) -> QueueStats:
-        """Return the current counts."""
-        return self._accounts.stats(self._version, self._lanes["warmup"].depth)
+        return self.accounts.ledger
 
     # ------------------------------------------------------------ internals
 
@@ -288,7 +283,7 @@ class BoundedQueue:
             return
         weights = [1.0] * len(groups)
         if terms.phase == "rl":
-            self._count(self.ledger.lease(terms.count))
+            self._count(self.ledger.move(terms.count, "queued", "leased"))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: got a token of version {newest}, expected at most {terms.version}")
@@ -319,24 +314,22 @@ class BoundedQueue:
         count = sum(map(len, stale))
         if not count:
             return
-        if self.admission.rule == "requeue":
-            self._accounts = self._accounts.requeue(count, "stale")
-            again = [Start(group.number, group.attempt + 1) for group in stale]
-            self._again += again
-            for start in again:
-                self.log.again(start)
-        else:
-            self._accounts = self._accounts.drop(count, "stale")
-            for group in stale:
+        requeued = self.admission.rule == "requeue"
+        self.accounts = self.accounts.end(count, "queued", "requeued" if requeued else "dropped", "stale")
+        for group in stale:
+            if requeued:
+                self._again.append(Start(group.number, group.attempt + 1))
+                self.log.starts(self._again[-1])
+            else:
                 self.log.ended(group.number)
-        self._on_stale(stale, self.admission.rule == "requeue", version)
+        self._on_stale(stale, requeued, version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:
-        self._accounts = replace(self._accounts, ledger=ledger)
+        self.accounts = replace(self.accounts, ledger=ledger)
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
-        depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
+        depth, dropped = self._lanes[phase].depth, self.accounts.all_dropped
         return Leased(step, items, depth, dropped, stop, self.log.history, replayed)
 
     async def _insert(self, lane: GroupBuffer, group: Group) -> None:
@@ -345,7 +338,7 @@ class BoundedQueue:
             await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None)
             lane.insert(group)
             if lane is self._lanes["rl"]:
-                self._count(self.ledger.accept(len(group)))
+                self._count(self.ledger.move(len(group), "running", "queued"))
         finally:
             lane.putting.remove(group.arrival)
             self._changes.wake()

@@ -174,13 +174,17 @@ class Recovered:
     """
 
     accounts: Accounts
-    replays: Mapping[int, records.StepLeased]
-    queued: tuple[RecordedGroup, ...]
-    starts: tuple[Start, ...]
-    arrivals: int
-    history: int
-    first: int
-    repairs: tuple[records.Change, ...]
+    replays: Mapping[int, records.StepLeased] = field(default_factory=dict)
+    queued: tuple[RecordedGroup, ...] = ()
+    starts: tuple[Start, ...] = ()
+    arrivals: int = 0
+    history: int = 0
+    first: int = 0
+    repairs: tuple[records.Change, ...] = ()
+
+
+NEW = Recovered(Accounts(Ledger()))
+"""No earlier process left anything."""
 
 
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
@@ -265,5 +269,5 @@ def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int
     started, trained = ended + depth + leased + over, over - skips
     ledger = replace(old, started=started, running=0, queued=depth, leased=leased, trained=trained, skipped=skips)
     accounts = replace(before, ledger=ledger, skipped=dict(+skipped))
-    accounts = accounts.drop(lost, DAMAGED) if lost else accounts
-    return accounts.requeue(running, RESTART) if running else accounts
+    accounts = accounts.end(lost, "queued", "dropped", DAMAGED) if lost else accounts
+    return accounts.end(running, "queued", "requeued", RESTART) if running else accounts

@@ -136,14 +136,14 @@ class GroupBuffer:
     """Groups in training order; at most `capacity` episodes, leased ones included.
 
     Args:
-        freed: called with deleted groups.
+        freed: called with the numbers of groups that were dropped or committed.
 
     Attributes:
         depth: number of episodes not yet leased.
         leased: number of leased, uncommitted episodes.
     """
 
-    def __init__(self, capacity: int, freed: Callable[[Sequence[Group]], None] = lambda _: None) -> None:
+    def __init__(self, capacity: int, freed: Callable[[Sequence[int]], None] = lambda _: None) -> None:
         self.capacity, self._freed = capacity, freed
         self.putting: deque[int] = deque()
         """Arrival numbers of groups that wait for space, in order of arrival."""
@@ -205,7 +205,6 @@ class GroupBuffer:
 
     def clear(self) -> None:
         """Delete all groups."""
-        self._freed(self.all)
         self._queued, self._leased, self._known = [], {}, set()
         self.depth = self.leased = 0
 
@@ -227,4 +226,4 @@ class GroupBuffer:
     def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self._known -= group.keys
-        self._freed(groups)
+        self._freed([group.number for group in groups])

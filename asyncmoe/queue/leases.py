@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.rpc.messages import Leased, Phase
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,8 @@ class Leases:
         self.phase(step)
         if (first := min(self.granted)) < step:
             raise ProtocolError(f"commit: got step {step}, expected step {first} first")
-        asked, answers = _without(self.asked, step), _without(self.answers, step)
+        asked = {one: terms for one, terms in self.asked.items() if one != step}
+        answers = {one: answer for one, answer in self.answers.items() if one != step}
         return replace(self, asked=asked, answers=answers, trained_steps=self.trained_steps + 1, last_commit=step)
 
     def undecided_forgotten(self) -> Leases:
@@ -99,7 +97,3 @@ class Leases:
     def reopen(self, step: int) -> Leases:
         """Return the leases for a trainer that returns to `step`: it may ask for `step` and later steps, and none of them is decided."""
         return Leases(step, min(self.last_commit, step - 1))
-
-
-def _without(steps: Mapping[int, T], step: int) -> Mapping[int, T]:
-    return {one: value for one, value in steps.items() if one != step}

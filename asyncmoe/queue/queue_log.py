@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -23,29 +22,6 @@ from asyncmoe.queue.records import Start
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
 """The controller's log, the only one with leases and commits; and the number of the first worker. Workers write payloads."""
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """The state that an earlier process left for a queue to begin in.
-
-    Attributes:
-        accounts: the queue's accounts, with no episode running; None: no earlier process.
-        queued: groups to queue, by arrival.
-        starts: groups to start before any new one.
-        arrivals: number of the newest arrival.
-        served: newest version that an earlier process may have published.
-    """
-
-    accounts: Accounts | None = None
-    queued: Sequence[Group] = ()
-    starts: Sequence[Start] = ()
-    arrivals: int = 0
-    served: int = 0
-
-
-UNDISTURBED = Resumption()
-"""No earlier process left anything."""
 
 
 class QueueLog:
@@ -112,8 +88,8 @@ class QueueLog:
 
     # ------------------------------------------------------------ changes
 
-    def begun(self, group: Start) -> None:
-        """Record that sampling of a group begins."""
+    def starts(self, group: Start) -> None:
+        """Record that sampling of a group begins, or is to begin again."""
         begun, self._begun = self._begun, lambda: None
         begun()
         self._add(group)
@@ -121,15 +97,11 @@ class QueueLog:
     async def finished(self, group: Group) -> None:
         """Wait until the record that queues a complete group is durable; the group's payload already is. Raises StorageError."""
         assert group.place is not None
-        await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
+        await self._changes.durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 
     def ended(self, number: int) -> None:
         """Record that a group is dropped or rejected, and does not start again."""
         self._add(records.GroupEnded(number))
-
-    def again(self, group: Start) -> None:
-        """Record that a group is to start again, with the attempt that `group` names."""
-        self._add(group)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         """Record that groups are leased, with these factors on their weights."""
@@ -139,14 +111,14 @@ class QueueLog:
             held.append(records.LeasedGroup(group.number, weight, keys, group.arrival, len(group), group.place or Place(OWN, 0)))
         self._decided = self._add(records.StepLeased(step, count, version, self.history, tuple(held)))
 
-    def committed(self, step: int, skipped: str = "") -> None:
+    def committed(self, step: int, skipped: str) -> None:
         """Record the end of a leased step: trained, or skipped for the reason given. Warm-up steps have no records."""
         if (lease := self.state.leases.get(step)) is not None:
             self._decided = self._add(records.StepCommitted(step, skipped, lease.numbers))
 
     async def settled(self) -> None:
         """Wait until all leases and commits so far are durable. Raises as `finished`."""
-        await self._durable(self._decided)
+        await self._changes.durable(self._decided)
 
     # ------------------------------------------------------------ after a restart
 
@@ -211,9 +183,6 @@ class QueueLog:
         position = self._changes.append([records.encode(records.LogEntry(change, self.accounts()))])
         self.state.apply(position, change)
         return position
-
-    async def _durable(self, position: int) -> None:
-        await self._changes.durable(position)
 
     def _stand(self, first: int, again: int | None = None) -> int:
         self.state.forget(first)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import models
+from asyncmoe.async_tasks import cancelled, first_of
 from asyncmoe.config import Config
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.membership import MembershipRequest
@@ -18,7 +19,6 @@ from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
@@ -119,7 +119,7 @@ class Controller:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._task = asked.training
         self._pool = parts.pool_of(config, config.max_concurrent)
-        untried = succession is None or succession.is_first  # else the previous controller tried scorer and answers
+        untried = succession is None or not succession.before  # else the previous controller tried scorer and answers
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
         driver = UpdateDriver(
@@ -143,7 +143,7 @@ class Controller:
             self._coordinator,
             self._lifecycle.taken,
             self._go_on,
-            self._fleet.over,
+            self._fleet.forget,
         )
         self._served = asyncio.Event()
         """Set once engines have weights that were compared with the trainer's, or came from the trainer."""
@@ -285,22 +285,17 @@ class Controller:
             samples=samples,
             max_rejected=rollout.max_rejected_share,
         )
-        producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
-        try:
-            await asyncio.wait((producing, trained), return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(producer.run(), self._trained.wait()) as (producing, _):
             if producing.done():
                 producing.result()
-        finally:
-            await cancelled([producing, trained])
 
     async def _evaluated(self, asked: Evaluations) -> Evaluated:
         known = self._evaluator.known(asked.version)
-        if known or self._stopping or await self._evaluator.ended(asked.wait_s):
-            return Evaluated(known, ended=True)
-        if asked.wait_s and not self._pool.serving:  # an engine that returns gets no weights any more
+        ended = known or self._stopping or await self._evaluator.ended(asked.wait_s)
+        if not ended and asked.wait_s and not self._pool.serving:  # an engine that returns gets no weights any more
             log.warning("version %d, the last, is not evaluated: no engine has it any more", asked.version)
-            return Evaluated(known, ended=True)
-        return Evaluated(known, ended=False)
+            ended = True
+        return Evaluated(known, ended)
 
     async def _record(self) -> None:
         while True:
@@ -312,7 +307,8 @@ class Controller:
         if (queue := self._session.queue) is not None:
             names, figures = [member.engine.name for member in self._pool.members], self._fleet.figures()
             self._recorder.write(
-                queue.stats(),
+                queue.version,
+                queue.accounts,
                 names,
                 self._pool,
                 scoring=figures.scoring,
@@ -337,7 +333,7 @@ class Controller:
     def _unfinished(self) -> int:
         """Trajectories that must finish before a version lands: in one_step_off, where versions land between batches, all running ones."""
         queue = self._session.queue
-        return queue.stats().running if queue is not None and self._config.run.mode == "one_step_off" else 0
+        return queue.ledger.running if queue is not None and self._config.run.mode == "one_step_off" else 0
 
     def _interrupt(self) -> None:
         if (queue := self._session.queue) is None:

@@ -16,7 +16,7 @@ from asyncmoe.engines.membership import LEFT, Membership
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.probes import Prober
 from asyncmoe.engines.succession import Succession
-from asyncmoe.engines.takeover import EngineWeights, judge
+from asyncmoe.engines.takeover import judge
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
@@ -50,7 +50,7 @@ class EngineLifecycle:
         if config.renews_engines:
             pool.returns = self._returns
         self.taken = asyncio.Event()
-        if succession is None or succession.is_first:
+        if succession is None or not succession.before:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -92,15 +92,7 @@ class EngineLifecycle:
             return f"{member.engine.name} did not serve the controller before this one"
         if self.taken.is_set():
             return f"{member.engine.name} has returned too late"
-        return await self._doubt(member, succession.weights)
-
-    async def _doubt(self, member: Member, weights: EngineWeights) -> str:
-        """Let an engine keep its weights; return why it cannot, or "".
-
-        Args:
-            weights: the last controller's record of its engines' weights.
-        """
-        engine = member.engine
+        engine, weights = member.engine, succession.weights
         try:
             if engine.died is not None:
                 return f"{engine.name}: {engine.died}"

@@ -18,12 +18,12 @@ from itertools import product
 from math import comb
 from statistics import fmean
 
+from asyncmoe.async_tasks import together
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.producer import Workers
 from asyncmoe.rollout.tasks import EvaluationQuestions
@@ -188,14 +188,6 @@ def pass_chances(rewards: Sequence[Sequence[float]], samples: int, threshold: fl
     return {k: chances for k, chances in found.items() if chances}
 
 
-def _of_agents(outcome: Sequence[Made]) -> list[list[Made]]:
-    """Return the paths of each agent's tree."""
-    found: dict[int, list[Made]] = {}
-    for one in outcome:
-        found.setdefault(one.agent, []).append(one)
-    return list(found.values())
-
-
 def measure(
     version: int,
     outcomes: Sequence[tuple[int, Outcome]],
@@ -226,8 +218,11 @@ def measure(
         if isinstance(outcome, TrajectoryRejected):
             failed[outcome.reason] += 1
             continue
-        rewards.setdefault(question, []).append(fmean(fmean(one.reward for one in paths) for paths in _of_agents(outcome)))
-        metrics.setdefault(question, []).append(means(means(one.metrics for one in paths) for paths in _of_agents(outcome)))
+        trees: dict[int, list[Made]] = {}
+        for one in outcome:
+            trees.setdefault(one.agent, []).append(one)
+        rewards.setdefault(question, []).append(fmean(fmean(one.reward for one in paths) for paths in trees.values()))
+        metrics.setdefault(question, []).append(means(means(one.metrics for one in paths) for paths in trees.values()))
         lengths.append(sum(one.sampled for one in outcome))
         cut += [one.truncated for one in outcome]
         versions.update(version for one in outcome for version in (one.oldest, one.newest))

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncmoe.async_tasks import together
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rpc.worker_messages import Made
@@ -55,8 +55,8 @@ class Workers(Protocol):
         TrajectoryRejected."""
         ...
 
-    def forget(self, episodes: Sequence[EpisodeId], groups: Sequence[int]) -> None:
-        """End and forget the episodes of groups that are dropped or restarted."""
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
+        """Forget groups that are over, dropped or restarted, and end these episodes of theirs."""
         ...
 
 
@@ -124,7 +124,7 @@ class Producer:
         else:
             group, self._next = Start(self._next), self._next + 1
         self._queue.started(self._size)
-        self._log.begun(group)
+        self._log.starts(group)
         places = [EpisodeId(group.number, member, group.attempt) for member in range(self._size)]
         return Flight(group, self._task.prompt(group.number), places)
 
@@ -133,9 +133,9 @@ class Producer:
             # A failed episode cancels the others.
             episodes = await together([self._workers.episode(flight.prompt, place) for place in flight.places])
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
-                self._queue.discarded(self._size, EQUAL)
+                self._queue.ended(self._size, "dropped", EQUAL)
                 self._log.ended(flight.group.number)
-                self._workers.forget(flight.places, [flight.group.number])
+                self._workers.forget([flight.group.number], flight.places)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
@@ -143,8 +143,8 @@ class Producer:
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
-            self._workers.forget(flight.places, [flight.group.number])  # before the next attempt can start
-            self._queue.rejected(self._size, rejected.reason)
+            self._workers.forget([flight.group.number], flight.places)  # before the next attempt can start
+            self._queue.ended(self._size, "rejected", rejected.reason)
             restarted = self._restart(flight.group, rejected)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             log.warning("a response was rejected for %s", rejected)
@@ -160,13 +160,12 @@ class Producer:
             self._log.ended(group.number)
             return False
         self._again.append(again)
-        self._log.again(again)
+        self._log.starts(again)
         return True
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:
-            group, version = flight.group, self._queue.version
-            await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
+            await self._samples.write(flight.places, flight.prompt, fate, self._queue.version, reason, detail)
 
     def _note_lost(self, rejected: TrajectoryRejected) -> None:
         self._rejections = self._rejections.note(rejected.reason)

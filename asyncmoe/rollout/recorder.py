@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.queue.accounts import QueueStats
+from asyncmoe.queue.accounts import Accounts
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines
@@ -39,22 +39,25 @@ class Recorder:
 
     def write(
         self,
-        stats: QueueStats,
+        version: int,
+        accounts: Accounts,
         engines: list[str],
         pool: object,
         **counted: Any,
     ) -> None:
-        """Record the current counters: `Rollout` declares which ones `stats` and `pool` have; `counted` has the remaining ones by name."""
+        """Record the current counters: `Rollout` declares those that are copied; `counted` has the others by name."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()
-        sources = {"queue": stats, "pool": pool}
+        sources = {"ledger": accounts.ledger, "accounts": accounts, "pool": pool}
         copied = {name: getattr(sources[metric.source], name) for name, metric in declared(Rollout).items() if metric.source}
         tokens = copied["generated_tokens"]
         self._lines.write(
             Rollout(
                 time=now,
-                queue_depth=stats.depth,
+                version=version,
+                queue_depth=accounts.ledger.queued,
+                dropped=accounts.all_dropped,
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
                 **copied,

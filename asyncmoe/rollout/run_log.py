@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe import checkpoints, installed
+from asyncmoe.checkpoints.directories import complete, step_of
 from asyncmoe.config import Config
 from asyncmoe.config.log import LogSection
 from asyncmoe.log import belonging, turns
@@ -22,8 +23,9 @@ from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.fold import LogState, recover
-from asyncmoe.queue.queue_log import CONTROLLER, QueueLog, Resumption
+from asyncmoe.queue.fold import LogState, Recovered, recover
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
@@ -99,8 +101,8 @@ class RunLog:
         """Return what a rollout worker that joins now must know of the log."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
-    async def resume(self, step: int) -> Resumption:
-        """Return the state from which the queue resumes for a trainer that has taken `step` steps.
+    async def resume(self, step: int) -> tuple[Recovered, Sequence[Group]]:
+        """Return the state from which the queue resumes for a trainer that has taken `step` steps, and its queued groups.
 
         Raises:
             DataError: the log does not belong to this checkpoint, or is damaged.
@@ -113,7 +115,7 @@ class RunLog:
         queued = await queue_log.groups(found.queued)
         said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
         log.info(said, found.history, len(found.replays), len(queued), len(found.starts), queue_log.state.next)
-        return Resumption(found.accounts, queued, found.starts, found.arrivals, served=max(found.replays, default=-1) + 1)
+        return found, queued
 
     def reopen(self, queue: BoundedQueue, step: int) -> int:
         """Set a running queue back for a trainer restarted in place at `step` steps; return the history.
@@ -173,6 +175,4 @@ def identity(config: Config, recording: Recording) -> dict[str, str]:
 
 def oldest(run_dir: Path, keep: int) -> int | None:
     """Return the step of the oldest of the `keep` newest checkpoints, the earliest the run may resume from; None without one."""
-    complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
-    steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
-    return min(steps[-keep:], default=None)
+    return next((step_of(path.name) for path in complete(run_dir)[-keep:]), None)

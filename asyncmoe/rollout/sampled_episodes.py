@@ -89,7 +89,7 @@ def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str)
     own = [turn for turn, end in zip(turns, accumulate(map(len, turns)), strict=True) if end > forked]
     prompt = turns[0].given if turns else ()
     logprobs = np.concatenate([turn.generation.logprobs for turn in own]) if own else np.zeros(0, np.float32)
-    roles = _roles(turns, len(turns) - len(own), len(agent.unanswered))
+    roles = _roles(turns, len(turns) - len(own), len(agent.tokens) - len(agent.answered))
     member = SampledMember(
         key=place.key(agent.number, agent.branch),
         episode=place.episode,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -45,9 +45,7 @@ class Samples:
         if self._file.is_open:
             self._ended[place] = left
 
-    async def write(
-        self, group: int, attempt: int, places: Iterable[EpisodeId], prompt: Prompt, fate: Fate, version: int, reason: str, detail: str = ""
-    ) -> None:
+    async def write(self, places: Sequence[EpisodeId], prompt: Prompt, fate: Fate, version: int, reason: str, detail: str = "") -> None:
         """Write a group that has ended, if it is kept.
 
         Args:
@@ -64,8 +62,8 @@ class Samples:
             members = [await self._member(path, shared) for path in paths]
             record = records.SampledGroup(
                 time=now,
-                group=group,
-                attempt=attempt,
+                group=places[0].group,
+                attempt=places[0].attempt,
                 fate=fate,
                 reason=reason,
                 detail=cleaned(detail[:SHOWN]),
@@ -118,8 +116,7 @@ class Samples:
 
 def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     """Return the samples of a run that has taken `step` optimizer steps; None if none are wanted."""
-    section = config.telemetry.samples
-    if not section.groups:
+    if not config.telemetry.samples.groups:
         return None
     file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, records.MOST_BYTES, step)
     return Samples(file, choice_of(config), pieces, records.MOST_TOKENS)

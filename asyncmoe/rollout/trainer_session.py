@@ -52,7 +52,7 @@ class TrainerSession:
         coordinator: WeightUpdateCoordinator,
         taken: asyncio.Event,
         serve: Callable[[int], None],
-        freed: Callable[[Sequence[Group]], None],
+        freed: Callable[[Sequence[int]], None],
     ) -> None:
         self._freed = freed
         self._config, self._tokenizer, self._run_log = config, asked.tokenizer, run_log
@@ -110,7 +110,7 @@ class TrainerSession:
         config, run_log = self._config, self._run_log
         check_digest("the trainer", hello.config_digest, config.digest)
         await self._taken.wait()
-        resumed, staleness = await run_log.resume(hello.step), config.queue.staleness
+        (resumed, queued), staleness = await run_log.resume(hello.step), config.queue.staleness
         weighing = staleness.rule, staleness.downweight or 1.0, staleness.drop_above
         queue = BoundedQueue(
             Admission(config.rollout.batch, staleness.max_staleness, config.warmup.steps, *weighing),
@@ -122,6 +122,7 @@ class TrainerSession:
             on_stale=self._stale,
             on_freed=self._freed,
             resumed=resumed,
+            queued=queued,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)

@@ -111,7 +111,7 @@ class Simulation:
         if not group.left:
             self._arrivals += 1
             heappush(self._queued, (group.oldest, self._arrivals, group))
-            self._state.ledger = self._state.ledger.accept(self._plant.group_size)
+            self._state.ledger = self._state.ledger.move(self._plant.group_size, "running", "queued")
             self._go_on()
 
     # ------------------------------------------------------------ training on the oldest groups
@@ -132,7 +132,7 @@ class Simulation:
             self._clock.after(0.0, self._dropped)
         if state.ledger.queued < plant.batch:
             return
-        state.ledger = state.ledger.lease(plant.batch)
+        state.ledger = state.ledger.move(plant.batch, "queued", "leased")
         lease = [heappop(self._queued)[2] for _ in range(plant.groups_per_step)]
         self._training = True
         state.now.waiting += self._clock.now - self._free_since
@@ -145,7 +145,7 @@ class Simulation:
             heappop(self._queued)[2].end()
             stale += self._plant.group_size
         if stale:
-            state.ledger = state.ledger.drop(stale)
+            state.ledger = state.ledger.move(stale, "queued", "dropped")
         return bool(stale)
 
     def _dropped(self) -> None:
@@ -155,7 +155,7 @@ class Simulation:
     def _stepped(self, lease: list[SimulatedGroup]) -> None:
         state, self._training = self._state, False
         self._count_ages(lease)
-        state.ledger = state.ledger.train(self._plant.batch)
+        state.ledger = state.ledger.move(self._plant.batch, "leased", "trained")
         state.now.training += self._plant.trainer.step_s
         state.steps += 1
         self._free_since = self._clock.now

@@ -30,7 +30,7 @@ class Metric:
         key: meaning of a mapping's keys; the label in Prometheus.
         word: its name in a step's line on the terminal; "" omits it.
         over_updates: how the values of a step's optimizer updates (`StepMetrics.figures` of the trainer) become a single value.
-        source: the queue's statistics or the engine pool, from which the record copies the attribute of the same name.
+        source: the queue's ledger or accounts or the engine pool, from which the record copies the attribute of the same name.
     """
 
     help: str
@@ -38,7 +38,7 @@ class Metric:
     key: str = ""
     word: str = ""
     over_updates: Literal["mean", "sum", "first"] = "mean"
-    source: Literal["queue", "pool"] | None = None
+    source: Literal["ledger", "accounts", "pool"] | None = None
 
     @property
     def is_share(self) -> bool:

@@ -39,15 +39,16 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     time: Annotated[float, "Unix seconds."]
-    version: Annotated[Count, Metric("Version that the engines serve.", source="queue")] = None
-    running: Annotated[Count, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")] = None
+    version: Annotated[Count, Metric("Version that the engines serve.")] = None
+    running: Annotated[Count, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="ledger")] = None
     queue_depth: Annotated[Count, Metric("Trajectories ready for the trainer, at the moment.", "trajectories")] = None
-    started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
-    accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0
-    rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
-    dropped: Annotated[Mapping[str, int], Metric("Dropped trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
+    started: Annotated[int, Metric("Started trajectories.", "trajectories", source="ledger")] = 0
+    accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="ledger")] = 0
+    rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="accounts")] = {}
+    dropped: Annotated[Mapping[str, int], Metric("Dropped trajectories by reason.", "trajectories", key="reason")] = {}
     requeued: Annotated[
-        Mapping[str, int], Metric("Trajectories whose prompts are sampled again, by reason.", "trajectories", key="reason", source="queue")
+        Mapping[str, int],
+        Metric("Trajectories whose prompts are sampled again, by reason.", "trajectories", key="reason", source="accounts"),
     ] = {}
     generated_tokens: Annotated[int, Metric("Sampled tokens.", "tokens", source="pool")] = 0
     lost_tokens: Annotated[int, Metric("Sampled tokens that were discarded because their response restarted.", "tokens", source="pool")] = 0

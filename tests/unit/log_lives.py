@@ -19,7 +19,7 @@ from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog, Resumption
+from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.run_log import WorkerLog
@@ -141,7 +141,7 @@ class Life:
 
     def begin(self, number: int, attempt: int = 0) -> None:
         self.queue.started(SIZE)
-        self.log.begun(Start(number, attempt))
+        self.log.starts(Start(number, attempt))
 
     async def lease(self, step: int) -> Leased:
         return await self.queue.lease(step, "rl", BATCH, step, 5.0)
@@ -173,7 +173,7 @@ async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "d
     """Open the log as a controller does whose trainer has taken `step` steps."""
     log = home.opened(folder)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
-    resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
+    queued = await log.groups(found.queued)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
-    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.over)
+    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=found, queued=queued, on_freed=log.worker.forget)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)

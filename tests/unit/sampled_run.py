@@ -120,7 +120,7 @@ class SampledRun:
             for place in places:
                 await self.worker.episode(asked, place)
                 found += self.worker._ended[number][place]
-            await self.samples.write(number, 0, places, asked, "queued", 4, "")
+            await self.samples.write(places, asked, "queued", 4, "")
             return found
 
         return asyncio.run(played())

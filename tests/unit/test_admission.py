@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,12 +29,12 @@ def test_what_a_step_trains_is_young_enough_if_it_is_there_when_the_step_is_leas
             alive.append(draw.randint(served, trainer))  # its first token may be of a later version
         elif what == "fail" and alive:
             alive.remove(draw.choice(alive))
-            ledger = ledger.reject(2)
+            ledger = ledger.move(2, "running", "rejected")
         elif what == "train" and len(alive) >= groups:
             batch, alive = sorted(alive)[:groups], sorted(alive)[groups:]
             assert trainer - batch[0] <= eta
             assert not law.is_stale(batch[0], trainer)
-            ledger = ledger.accept(2 * groups).lease(2 * groups).train(2 * groups)
+            ledger = ledger.move(2 * groups, "running", "queued").move(2 * groups, "queued", "leased").move(2 * groups, "leased", "trained")
             trainer += 1
         elif what == "publish":
             served = draw.randint(served, trainer)
@@ -48,27 +50,21 @@ def test_with_groups_of_one_the_law_is_that_of_the_paper(max_staleness: int, ver
     assert Admission(batch, max_staleness).may_start(ledger, 1, version) == paper
 
 
-MOVES = {
-    "accept": ("running", "queued"),
-    "reject": ("running", "rejected"),
-    "drop": ("queued", "dropped"),
-    "lease": ("queued", "leased"),
-    "train": ("leased", "trained"),
-}
+START = None, "running"
+MOVES = [("running", "queued"), ("running", "rejected"), ("queued", "dropped"), ("queued", "leased"), ("leased", "trained")]
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["start", *MOVES]), st.integers(-2, 6)), max_size=60))
-def test_transitions_move_what_they_say_or_refuse(moves: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from([START, *MOVES]), st.integers(-2, 6)), max_size=60))
+def test_transitions_move_what_they_say_or_refuse(moves: list[tuple[Any, int]]) -> None:
     ledger = Ledger()
-    for name, count in moves:
-        before = asdict(ledger)
-        source, to = MOVES.get(name, (None, "running"))
+    for (source, to), count in moves:
+        before, moved = asdict(ledger), partial(ledger.move, source=source, to=to) if source else ledger.start
         if count <= 0 or (source and before[source] < count):
             with pytest.raises(InvariantBroken):
-                getattr(ledger, name)(count)
+                moved(count)
             continue
-        ledger = getattr(ledger, name)(count)
+        ledger = moved(count)
         expected = before | {to: before[to] + count}
         expected |= {source: before[source] - count} if source else {"started": before["started"] + count}
         assert asdict(ledger) == expected
@@ -84,7 +80,8 @@ def test_a_ledger_that_does_not_add_up_cannot_be_made() -> None:
 
 
 def test_reasons_add_up_to_the_ledger() -> None:
-    accounts = Accounts(Ledger().start(4)).reject(1, "score").discard(1, "equal").reject(1, "score")
+    accounts = Accounts(Ledger().start(4)).end(1, "running", "rejected", "score").end(1, "running", "dropped", "equal")
+    accounts = accounts.end(1, "running", "rejected", "score")
     assert (accounts.rejected, accounts.dropped) == ({"score": 2}, {"equal": 1})
     with pytest.raises(InvariantBroken, match="do not add up"):
         Accounts(accounts.ledger, dropped=accounts.dropped)

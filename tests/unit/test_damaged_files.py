@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, Any, Callable[[Path], object]]] = {
     "process": ("processes/a.json", processes.Recorded(WORD, WORD, WORD, 1, 1), processes.read),
     "logger": ("loggers/a.json", sink.LoggerState(id=WORD), lambda run: sink.read(run / "loggers" / "a.json")),
     "job": ("lost", (WORD, 1), lambda run: outcome.lost_before(run / "lost", WORD)),
-    "engines": ("engines.json", {"controller": WORD}, lambda run: Succession(run).is_first),
+    "engines": ("engines.json", {"controller": WORD}, lambda run: not Succession(run).before),
 }
 
 

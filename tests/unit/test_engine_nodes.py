@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.config import Config, devices
 from asyncmoe.engines.engine_agent import check_node
-from asyncmoe.engines.nodes import MeetingPlace, NodePlace
+from asyncmoe.engines.nodes import ALONE, MeetingPlace, NodePlace
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.commands import engine_machines
@@ -60,13 +60,13 @@ def option(command: Sequence[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def started(made: Config, index: int, place: NodePlace | None) -> list[str]:
+def started(made: Config, index: int, place: NodePlace) -> list[str]:
     return process.command(made, index, "10.0.0.2", 31000, False, 5, None, (), place)
 
 
 def test_every_node_is_started_alike_but_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("engines.tp=4", "engines.nodes=2")
-    assert "--nnodes" not in started(made, 0, None)
+    assert "--nnodes" not in started(made, 0, ALONE)
     over, here = started(made, 0, TCP), started(made, 0, FILE)
     assert [option(over, name) for name in ("--tp", "--nnodes", "--node-rank", "--random-seed")] == ["4", "2", "1", "5"]
     assert option(over, "--dist-init-addr") == "10.0.0.1:29500"

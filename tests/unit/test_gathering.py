@@ -38,7 +38,7 @@ def test_they_meet_where_node_0_says_in_whatever_order_they_come(order: Sequence
     for count in range(1, len(order) + 1):
         found = came(*(node(number, nodes=len(order)) for number in order[:count]))
         assert found.missing == tuple(sorted(set(range(len(order))) - set(order[:count])))
-        assert found.has_met == (count == len(order))
+        assert (not found.missing) == (count == len(order))
     assert found.meeting == PLACE
 
 

@@ -112,7 +112,7 @@ async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> No
         held.commit(step)
         held.set_version(step + 1)
     assert trained == [0, 2, 3, 4, 5, 6]
-    assert held.stats().rejected == {reason: GROUP}
+    assert held.accounts.rejected == {reason: GROUP}
     assert held.ledger.trained == 3 * BATCH
     assert not producing.done()
     producing.cancel()

@@ -36,9 +36,9 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
             await life.group(number, (4, 4))
         for number in (10, 11, 12):
             life.begin(number)
-        life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(10, 1, 1))
-        life.queue.discarded(SIZE, "equal_rewards")
+        life.queue.ended(SIZE, "rejected", "engine_died")
+        life.log.starts(Start(10, 1, 1))
+        life.queue.ended(SIZE, "dropped", "equal_rewards")
         life.log.ended(11)
         await life.lease(4)
         life.log.close()

@@ -79,7 +79,7 @@ class Program:
             one, self.model.next = Start(self.model.next), self.model.next + 1
             self.model.order.append(one)
         self.life.queue.started(SIZE)
-        self.life.log.begun(one)
+        self.life.log.starts(one)
         self.model.running.append(one)
         self.versions[one.number] = self.life.queue.version
 
@@ -96,11 +96,11 @@ class Program:
         if not self.model.running:
             return
         one = self.model.running.pop(self.draw.randrange(len(self.model.running)))
-        self.life.queue.rejected(SIZE, "engine_died")
+        self.life.queue.ended(SIZE, "rejected", "engine_died")
         self.model.order.remove(one)
         if self.draw.random() < 0.5:
             again = Start(one.number, one.attempt + 1, one.failures + 1)
-            self.life.log.again(again)
+            self.life.log.starts(again)
             self.model.waiting.append(again)
             self.model.order.append(again)
         else:
@@ -148,12 +148,12 @@ class Program:
         self.life = await live(self.home, self.path, model.step, rule="requeue")
         assert list(self.life.starts) == model.order
         assert self.life.next == model.next
-        stats = self.life.queue.stats()
+        ledger, requeued = self.life.queue.ledger, self.life.queue.accounts.requeued
         ahead = [step for step in model.leases if step >= model.step]
-        assert stats.depth == SIZE * len(model.queued)
-        assert stats.leased == BATCH * len(ahead)
+        assert ledger.queued == SIZE * len(model.queued)
+        assert ledger.leased == BATCH * len(ahead)
         model.stopped += len(model.running)
-        assert (stats.running, stats.requeued.get("restart", 0)) == (0, SIZE * model.stopped)
+        assert (ledger.running, requeued.get("restart", 0)) == (0, SIZE * model.stopped)
         self.check_skips()
         model.waiting, model.running = list(model.order), []
         self.check_once()
@@ -171,15 +171,15 @@ class Program:
         back = self.draw.choice(model.saved)
         life.queue.trainer_lost()
         await asyncio.gather(self.finish(), self.start())
-        before, history = life.queue.stats(), life.log.history
+        before, version, history = life.queue.ledger, life.queue.version, life.log.history
         life.queue.reopen(back, life.log.reopening(back, 0, BATCH))
         model.step = back
         model.saved = [step for step in model.saved if step <= back]
         model.skips = {step: why for step, why in model.skips.items() if step < back}
-        ahead, after = [step for step in model.leases if step >= back], life.queue.stats()
+        ahead, after = [step for step in model.leases if step >= back], life.queue.ledger
         assert life.log.history == history + bool(ahead)
-        assert (after.started, after.running, after.depth, after.version) == (before.started, before.running, before.depth, before.version)
-        assert after.depth == SIZE * len(model.queued)
+        assert (after.started, after.running, after.queued, life.queue.version) == (before.started, before.running, before.queued, version)
+        assert after.queued == SIZE * len(model.queued)
         assert after.leased == BATCH * len(ahead)
         assert life.queue.trained_steps == back
         self.check_skips()
@@ -199,9 +199,9 @@ class Program:
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""
-        stats, skipped = self.life.queue.stats(), Counter(self.model.skips.values())
-        assert stats.trained == BATCH * (self.model.step - len(self.model.skips))
-        assert stats.dropped == {why: BATCH * steps for why, steps in skipped.items()}
+        accounts, skipped = self.life.queue.accounts, Counter(self.model.skips.values())
+        assert accounts.ledger.trained == BATCH * (self.model.step - len(self.model.skips))
+        assert accounts.all_dropped == {why: BATCH * steps for why, steps in skipped.items()}
 
     def check_once(self) -> None:
         keys = [key for step in sorted(self.model.leases) for key, _ in self.model.leases[step]]

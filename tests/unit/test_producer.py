@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.queue_log import Resumption
+from asyncmoe.queue.fold import NEW
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import WINDOW, Rejections
 from asyncmoe.rollout.episodes import episode
@@ -93,14 +94,14 @@ def test_it_fills_the_queue_as_far_as_the_capacity_law_allows() -> None:
         return respond(prompt, place)
 
     async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().depth == 2 * BATCH)
+        await until(lambda: held.ledger.queued == 2 * BATCH)
         await asyncio.sleep(0.05)
-        assert held.stats().started == 2 * BATCH
+        assert held.ledger.started == 2 * BATCH
         leased = await held.lease(0, "rl", BATCH, 0, 1.0)
         assert [item.key for item in leased.items] == [f"g{group}.e{e}.a0.t0" for group in (5, 6) for e in range(GROUP)]
         held.commit(0)
         held.set_version(1)
-        await until(lambda: held.stats().started == 3 * BATCH)
+        await until(lambda: held.ledger.started == 3 * BATCH)
 
     produce(play, body, first=5)
 
@@ -112,8 +113,9 @@ def test_what_was_under_way_starts_first_and_in_its_order() -> None:
         begun.extend([(place.group, place.attempt)] * (place.episode == 0))
         return respond(prompt, place)
 
-    held = BoundedQueue(Admission(BATCH, 1), Unlogged(), capacity=16, group_size=GROUP, resumed=Resumption(starts=(Start(1), Start(2, 1))))
-    produce(play, lambda held: until(lambda: held.stats().depth == 2 * BATCH), held, first=5)
+    resumed = replace(NEW, starts=(Start(1), Start(2, 1)))
+    held = BoundedQueue(Admission(BATCH, 1), Unlogged(), capacity=16, group_size=GROUP, resumed=resumed)
+    produce(play, lambda held: until(lambda: held.ledger.queued == 2 * BATCH), held, first=5)
     assert begun == [(1, 0), (2, 1), (5, 0), (6, 0)]
 
 
@@ -132,10 +134,9 @@ def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
         return respond(prompt, place)
 
     async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().depth == 2 * BATCH)
-        stats = held.stats()
-        assert stats.rejected == {"scorer_nan": GROUP}
-        assert stats.started == 2 * BATCH + GROUP
+        await until(lambda: held.ledger.queued == 2 * BATCH)
+        assert held.accounts.rejected == {"scorer_nan": GROUP}
+        assert held.ledger.started == 2 * BATCH + GROUP
         leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
         assert {item.group for item in leased.items} == {0, 2, 3, 4}
 
@@ -155,9 +156,9 @@ def test_what_could_not_be_answered_or_where_the_user_wants_it_scored_is_started
         return respond(prompt, place)
 
     async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().depth == 2 * BATCH)
+        await until(lambda: held.ledger.queued == 2 * BATCH)
         await asyncio.sleep(0.02)
-        assert held.stats().rejected == {reason: attempts * GROUP}
+        assert held.accounts.rejected == {reason: attempts * GROUP}
         leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
         again = [item.key for item in leased.items if item.group == 0]
         assert again == [f"g0.e{e}.a0.t2" for e in range(GROUP if reason == "engine_died" else 0)]
@@ -181,19 +182,19 @@ async def test_demonstrations_keep_the_warm_up_lane_full() -> None:
 
     held = queue(demonstrations=6)
     showing = asyncio.create_task(demonstrate(held, Worker(alone(respond), GROUP, shown=shown).show, 2, 10))
-    await until(lambda: held.stats().demonstrations == 6)
     leased = await held.lease(0, "warmup", 4, 0, 1.0)
     assert held.ledger.started == 0
     assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]
     assert {item.sampled for item in leased.items} == {2}
+    assert not showing.done()
     held.commit(0)
     assert held.trained_steps == 1
     await asyncio.wait_for(showing, 10)
-    assert held.stats().demonstrations == 4
+    assert len((await held.lease(1, "warmup", 4, 1, 1.0)).items) == 4
 
 
 async def enough(held: BoundedQueue) -> None:
-    await until(lambda: held.stats().depth == 64 * GROUP)
+    await until(lambda: held.ledger.queued == 64 * GROUP)
 
 
 def one_in_three_fails(reason: str) -> Play:
@@ -240,8 +241,8 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
 
     held = BoundedQueue(Admission(BATCH, 0), Unlogged(), capacity=16, group_size=GROUP)
     producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, filter_equal=True).run())
-    await until(lambda: held.stats().depth == BATCH)
-    assert held.stats().dropped == {"equal_rewards": GROUP}
+    await until(lambda: held.ledger.queued == BATCH)
+    assert held.accounts.all_dropped == {"equal_rewards": GROUP}
     assert {item.group for item in (await held.lease(0, "rl", BATCH, 0, 1.0)).items} == {1, 2}
     producing.cancel()
 
@@ -267,14 +268,14 @@ async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() 
         if step == 3:
             # Its tokens are three versions old by now.
             late.set()
-            await until(lambda: held.stats().depth >= BATCH)
+            await until(lambda: held.ledger.queued >= BATCH)
         leased = await held.lease(step, "rl", BATCH, step, 5.0)
         trained += sorted({(item.group, int(item.key.rpartition("t")[2]), step - item.oldest_version) for item in leased.items})
         held.commit(step)
         version = step + 1
         held.set_version(version)
     producing.cancel()
-    assert held.stats().requeued == {"stale": GROUP}
+    assert held.accounts.requeued == {"stale": GROUP}
     assert [(group, attempt) for group, attempt in asked if group == 1] == [(1, 0), (1, 1)]
     assert [(group, attempt) for group, attempt, _ in trained if group == 1] == [(1, 1)]
     assert all(age <= 1 for _, _, age in trained)

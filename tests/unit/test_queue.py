@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.fold import NEW
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import Trajectory
@@ -56,17 +57,17 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
     held.started(4)
     for number in (0, 1):
         await put_group(held, [t for t in both if t.group == number])
-    assert held.stats().depth == 4
+    assert held.ledger.queued == 4
     leased = await held.lease(0, "rl", 4, 0, 0)
     assert [(i.group, i.episode, i.agent) for i in leased.items] == [(g, e, a) for g in (0, 1) for e in (0, 1) for a in range(e + 1)]
     assert len(leased.items) == 6
     held.commit(0)
-    assert held.stats().trained == 4
+    assert held.ledger.trained == 4
 
 
 @asynchronous
 async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
-    held = queue(max_staleness=9, resumed=Resumption(served=5))
+    held = queue(max_staleness=9, resumed=replace(NEW, replays=dict.fromkeys([4])))
     held.started(2)
     await put_group(held, group(0, version=5))
     held.started(2)
@@ -89,9 +90,9 @@ async def test_what_is_no_whole_new_group_does_not_get_in() -> None:
         with pytest.raises(InvariantBroken, match=said):
             await put_group(held, made)
     assert held.ledger == before
-    assert held.stats().depth == 2
-    held.rejected(2, "bad_logprob")
-    assert held.stats().rejected == {"bad_logprob": 2}
+    assert held.ledger.queued == 2
+    held.ended(2, "rejected", "bad_logprob")
+    assert held.accounts.rejected == {"bad_logprob": 2}
 
 
 @asynchronous
@@ -111,7 +112,7 @@ async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
     waiting = asyncio.create_task(held.wait_can_start(2))
     await settle()
     assert not waiting.done()
-    held.set_version(1) if event == "version" else held.rejected(2, "timeout")
+    held.set_version(1) if event == "version" else held.ended(2, "rejected", "timeout")
     await waiting
     assert held.can_start(2)
 

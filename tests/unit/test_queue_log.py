@@ -31,7 +31,7 @@ async def test_a_lease_is_answered_only_once_it_is_durable(home: Home, tmp_path:
     home.copy(tmp_path / "run", tmp_path / "copy")  # without waiting for anything
     life.log.close()
     again = await live(home, tmp_path / "copy")
-    assert again.queue.stats().leased == BATCH
+    assert again.queue.ledger.leased == BATCH
     assert (await again.lease(0)).items == leased.items
     again.log.close()
 
@@ -48,7 +48,7 @@ async def test_what_was_too_old_stays_so(tmp_path: Path, rule: Any, starts: list
     assert {item.group for item in leased.items} == {1, 2}
     again = await live(FILES, life.kill(tmp_path / "again"), rule=rule)
     assert again.starts == starts
-    assert again.queue.stats().depth == 0
+    assert again.queue.ledger.queued == 0
     assert getattr(again.queue.ledger, "dropped" if rule == "drop" else "requeued") == SIZE
     again.log.close()
 
@@ -188,7 +188,6 @@ async def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> N
     held.trainer_lost()
     held.reopen(0, log.reopening(0, 4, BATCH))
     await blocked  # into what is forgotten
-    assert held.stats().demonstrations == 0
     for number in range(2):
         await held.put_demonstrations([pack(make_group(number, 1, [0]))[0]])
     assert (await held.lease(0, "warmup", 2, 0, 0.0)).items == first.items
@@ -216,7 +215,7 @@ async def test_a_group_whose_payload_is_damaged_starts_again_and_nothing_else_is
     again = await live(FILES, copy)
     assert again.starts == [Start(0, 1)]
     assert again.queue.ledger.queued == 5 * SIZE
-    assert again.queue.stats().requeued == {"restart": SIZE}
+    assert again.queue.accounts.requeued == {"restart": SIZE}
     assert [item.group for item in (await again.lease(0)).items] == [1, 1, 2, 2]
     last = await live(FILES, again.kill(tmp_path / "last"))
     assert last.starts == [Start(0, 1)]

@@ -98,7 +98,7 @@ class QueueMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject, why: str) -> None:
         one = data.draw(st.sampled_from(self.running))
         self.running.remove(one)
-        self.queue.rejected(self.size, why) if why == "score" else self.queue.discarded(self.size, why)
+        self.queue.ended(self.size, "rejected" if why == "score" else "dropped", why)
         self.over[why] += self.size
         self._settle()
 
@@ -226,15 +226,15 @@ class QueueMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         if not hasattr(self, "queue"):
             return
-        stats, ledger, size, over = self.queue.stats(), self.queue.ledger, self.size, self.over
+        accounts, ledger, size, over = self.queue.accounts, self.queue.ledger, self.size, self.over
         assert ledger.running == (len(self.running) + len(self.putting)) * size
-        assert stats.depth == len(self.queued) * size
-        assert stats.leased == len(self.leased or ()) * size
-        assert ledger.started == ledger.running + stats.depth + stats.leased + over.total()
-        assert (stats.trained, ledger.skipped, ledger.requeued) == (over["trained"], over["skipped"], over["requeued"])
+        assert ledger.queued == len(self.queued) * size
+        assert ledger.leased == len(self.leased or ()) * size
+        assert ledger.started == ledger.running + ledger.queued + ledger.leased + over.total()
+        assert (ledger.trained, ledger.skipped, ledger.requeued) == (over["trained"], over["skipped"], over["requeued"])
         dropped = {"anomaly_loss": over["skipped"], **{why: over[why] for why in ("stale", "equal")}}
-        assert {why: count for why, count in stats.dropped.items() if count} == {why: count for why, count in dropped.items() if count}
-        assert (stats.rejected.get("score", 0), stats.requeued.get("stale", 0)) == (over["score"], over["requeued"])
+        assert Counter(accounts.all_dropped) == Counter(dropped)
+        assert (accounts.rejected.get("score", 0), accounts.requeued.get("stale", 0)) == (over["score"], over["requeued"])
         assert self.queue.trained_steps == self.step
 
     def teardown(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from asyncmoe.queue.accounts import QueueStats
+from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.admission import Ledger
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.workers.fleet import added
 from asyncmoe.rpc.codec import decode_reply, encode
@@ -23,10 +24,10 @@ def figures() -> Figures:
 
 def test_counts_by_reason_survive(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    queue = QueueStats(3, 1, 2, 0, 9, 6, 4, {"stale": 1}, {"engine_died": 2}, {}, 0)
+    accounts = Accounts(Ledger(started=9, running=2, queued=1, trained=4, rejected=2), rejected={"engine_died": 2})
     pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2, recalled_tokens=3)
     counted = figures()
-    recorder.write(queue, ["engine.0"], pool, scoring=counted.scoring, tools=counted.tools)
+    recorder.write(3, accounts, ["engine.0"], pool, scoring=counted.scoring, tools=counted.tools)
     recorder.close()
     (record,) = Tail(tmp_path / ROLLOUT).poll_as(Rollout)
     assert (record.version, record.queue_depth, record.generated_tokens) == (3, 1, 50)

@@ -251,10 +251,10 @@ async def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
     worker = Worker(play, 2)
     late = [asyncio.create_task(worker.episode(Numbers().prompt(3), place)) for place in PLACES]
     await asyncio.sleep(0)
-    worker.forget(PLACES[:1])
+    worker.forget([], PLACES[:1])
     again = asyncio.create_task(worker.episode(Numbers().prompt(3), PLACES[0]))  # the next attempt may have one of the same name
     await asyncio.sleep(0)
-    worker.forget(PLACES[:1])
+    worker.forget([], PLACES[:1])
     goes_on.set()
     await asyncio.gather(*late, again)
     assert ended == [PLACES[0]] * 2
@@ -274,7 +274,7 @@ async def test_a_payload_that_no_record_names_stays_as_long_as_its_group_is_held
     group = await worker.pack(PLACES, 1)
     with mock.patch.object(kept.payloads, "forget") as forget:
         await worker.retain({})
-        worker.over([group])
+        worker.forget([3])
         await worker.retain({})
         await worker.retain({1: group.place.position})
     at = group.place.position

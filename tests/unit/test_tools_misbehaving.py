@@ -64,11 +64,11 @@ def test_a_policy_that_misbehaves_loses_no_group(known: Tokenizer) -> None:
 
     async def body(held: BoundedQueue) -> None:
         async with asyncio.timeout(300):
-            while (stats := held.stats()).depth + sum(stats.rejected.values()) < EPISODES:
+            while held.ledger.queued + held.ledger.rejected < EPISODES:
                 await asyncio.sleep(0.05)
         await environment.close()
 
     produce(play, body, held)
-    assert (held.stats().depth, held.stats().rejected) == (EPISODES, {})
+    assert (held.ledger.queued, held.accounts.rejected) == (EPISODES, {})
     assert rewards == {1.0: EPISODES - 1, 0.0: 1}, "the call that the policy ended with is no answer"
     assert environment.counts["python"].failures == dict.fromkeys(("tool_timeout", "tool_flood", "tool_killed", "tool_error"), 1)

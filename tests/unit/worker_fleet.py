@@ -129,14 +129,15 @@ class Cluster:
         config = self.config
         self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers)
         self.fleet._gates._address_of = lambda engine: (f"at {engine.name}", "")  # type: ignore[attr-defined]
-        resumed = await self.run_log.resume(0)
+        resumed, queued = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             Admission(BATCH, config.queue.staleness.max_staleness, rule="requeue"),
             self.run_log.queue_log,
             capacity=config.queue_capacity,
             group_size=SIZE,
-            on_freed=self.fleet.over,
+            on_freed=self.fleet.forget,
             resumed=resumed,
+            queued=queued,
         )
         service = QueueService(self.queue, run="run", config_digest=config.digest)
 

@@ -17,7 +17,7 @@ _IN_MEMORY = Path("/dev/shm")
 LIMIT = "--max-lora-rank"
 
 
-def flags(kind: Kind, limit: int | None = None) -> list[str]:
+def flags(kind: Kind, limit: int | None) -> list[str]:
     """Return the server arguments for adapters of a kind, without device-specific arguments.
 
     Args:

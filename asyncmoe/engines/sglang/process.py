@@ -18,7 +18,7 @@ import msgspec
 from asyncmoe import models
 from asyncmoe.config import Config, devices, sglang_arguments
 from asyncmoe.engines.engine_python import engine_python
-from asyncmoe.engines.nodes import NodePlace, process_name, reserve
+from asyncmoe.engines.nodes import ALONE, NodePlace, process_name, reserve
 from asyncmoe.engines.sglang import lora
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.connection import KEEP_ALIVE_S
@@ -37,7 +37,6 @@ from asyncmoe.trajectory.sent_routes import as_text
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
-_KEY_BYTES = 32
 _GPUS = Path("/dev/nvidiactl")
 _TCP = "tcp://"
 
@@ -52,10 +51,10 @@ class SGLangProcess:
         index: int,
         *,
         host: str = LOOPBACK,
-        key: str | None = None,
+        key: str = "",
         seed: int | None = None,
         memory: Sequence[str] = (),
-        place: NodePlace | None = None,
+        place: NodePlace = ALONE,
     ) -> None:
         """Start the process. Call it from the main thread, because Linux ends the server when the thread that started it ends.
 
@@ -63,10 +62,10 @@ class SGLangProcess:
             name: name of the engine in records and messages.
             index: index of this engine on its machine.
             host: address to listen on.
-            key: API key that every request needs; default: a random one that only this process knows.
+            key: API key that every request needs; empty: a random one that only this process knows.
             seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
             memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
-            place: which node of a multi-node engine it is; None: the whole engine.
+            place: which node of the engine it is.
 
         Raises:
             UserError: the port is taken.
@@ -75,19 +74,16 @@ class SGLangProcess:
         self.name, self.tp, self.ep, self.host = name, section.tp, section.ep, address.host_id()
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
-        node = 0 if place is None else place.node
-        self._reserved = reserve(host, section.port + index if section.port and not node else 0)
+        self._reserved = reserve(host, section.port + index if section.port and not place.node else 0)
         port = int(self._reserved.getsockname()[1])
-        log = config.run.dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
+        log = config.run.dir / "logs" / f"{process_name(name, place.node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
-        self._adapter = None
-        kind = models.adapter_of(config, hf)
-        if kind is not None:
-            self._adapter = shape_of(hf), kind, models.engine_dtype(hf, section)
+        kind, dtype = models.adapter_of(config, hf), models.engine_dtype(hf, section)
+        self._adapter = None if kind is None else (shape_of(hf), kind, dtype)
         routing = models.kept_routing(config, hf)
-        own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
+        own = ("--dtype", dtype, *family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
-        key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
+        key = key or secrets.token_urlsafe()
         # Passed in the environment, because every user of this machine can read arguments.
         given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
         given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
@@ -141,13 +137,9 @@ class SGLangProcess:
         for remaining requests, and then kill its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()
-        await asyncio.to_thread(self.end)
-
-    def end(self) -> None:
-        """As `stop`, for a server that was sent no request."""
         self._reserved.close()
-        self._child.end(0.0)
-        self._scratch.remove()
+        await asyncio.to_thread(self._child.end, 0.0)
+        await asyncio.to_thread(self._scratch.remove)
 
     def kill(self) -> None:
         """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""
@@ -163,7 +155,7 @@ def command(
     seed: int,
     adapter: Kind | None,
     own: Sequence[str] = (),
-    place: NodePlace | None = None,
+    place: NodePlace = ALONE,
 ) -> list[str]:
     """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
 
@@ -178,7 +170,7 @@ def command(
             arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`). The user's arguments follow and take precedence.
         place: as for `SGLangProcess`.
     """
-    section, node = config.engines, 0 if place is None else place.node
+    section = config.engines
     flags: dict[str, object] = {
         "model-path": config.model.path,
         "host": host,
@@ -189,22 +181,17 @@ def command(
         "random-seed": (config.run.seed + seed) % _SEEDS,
         "weight-version": "0",
         "log-level-http": "warning",
+        "custom-weight-loader": LOADER,
     }
     if _GPUS.exists():
-        flags["base-gpu-id"] = devices.engine_gpu(config, index, node, address.several(config.cluster.network))
-    if place is not None:
-        flags |= {"nnodes": section.nodes, "node-rank": node}
+        flags["base-gpu-id"] = devices.engine_gpu(config, index, place.node, address.several(config.cluster.network))
+    if place.meeting:
+        flags |= {"nnodes": section.nodes, "node-rank": place.node}
         if place.meeting.startswith(_TCP):
             flags["dist-init-addr"] = place.meeting.removeprefix(_TCP)
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
-    switches = [
-        "--skip-tokenizer-init",
-        "--incremental-streaming-output",
-        "--disable-shared-experts-fusion",
-        "--custom-weight-loader",
-        LOADER,
-    ]
+    switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-shared-experts-fusion"]
     if config.model.trust_remote_code:
         switches.append("--trust-remote-code")
     if keeps_routing:
@@ -215,7 +202,7 @@ def command(
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *own, *section.args]
 
 
-def environment(config: Config, index: int, host: str = "", place: NodePlace | None = None) -> dict[str, str]:
+def environment(config: Config, index: int, host: str = "", place: NodePlace = ALONE) -> dict[str, str]:
     """Return the variables set for engine `index` in addition to ours; the user's values take precedence.
 
     Args:
@@ -233,10 +220,11 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace | N
     given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
-        each, node = config.engines.ranks_per_node, 0 if place is None else place.node
-        first = index * each if address.several(config.cluster.network) else index * config.engines.tp + node * each
-        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, each)
-    if place is not None:
+        each = config.engines.ranks_per_node
+        first = index * each if address.several(config.cluster.network) else index * config.engines.tp + place.node * each
+        cores = sorted(os.sched_getaffinity(0))  # one for each rank; ranks share them in turn if there are fewer
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(each))
+    if place.meeting:
         given |= _between_nodes(host, place)
     family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
     return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}}
@@ -269,8 +257,3 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _cores(available: Sequence[int], first: int, ranks: int) -> str:
-    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer cores."""
-    return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

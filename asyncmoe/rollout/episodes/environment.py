@@ -151,11 +151,6 @@ class Agent:
         return (*self.answered.tolist(), *self._given)
 
     @property
-    def unanswered(self) -> tuple[int, ...]:
-        """Tokens given since its last response."""
-        return tuple(self._given)
-
-    @property
     def text(self) -> str:
         """The whole conversation, decoded without special tokens."""
         return self._tokenizer.decode(self.tokens)
@@ -269,8 +264,7 @@ class Agent:
         if wanted <= 0:
             raise self._failed(ERROR, f"respond: got max_new_tokens {wanted}, expected at least 1")
         most = min(wanted, bounds.tokens - len(self.answered) - len(self._given))
-        same = (most, stop) == (sampling.max_new_tokens, sampling.stop)
-        return sampling if same else replace(sampling, max_new_tokens=most, stop=stop)
+        return replace(sampling, max_new_tokens=most, stop=stop)
 
     def _failed(self, reason: str, detail: str) -> AsyncmoeError:
         return self.episode.failed(reason, f"agent {self.name}: {detail}")

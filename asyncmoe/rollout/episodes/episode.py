@@ -14,13 +14,13 @@ from functools import partial
 from random import Random
 
 from asyncmoe import plugins
+from asyncmoe.async_tasks import together
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import Turns
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Outcome, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

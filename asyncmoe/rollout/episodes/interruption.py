@@ -80,23 +80,20 @@ async def respond(
             pool.lost_tokens += len(answered.tokens) - keep
             return [*made, Turn(front, cut(answered, keep, len(asked) - known), answer.salt)]
         tokens = len(answered.tokens)
-        if answered.finish != ABORTED:
-            made.append(Turn(front, answered, answer.salt))
-            prefix, front, room = np.concatenate((asked, answered.tokens)), (), room - tokens
-            if answered.finish != "length" or tokens < most or not room:
-                return made
-        elif interruption == "abort_retry":
+        aborted = answered.finish == ABORTED
+        if aborted and interruption == "abort_retry":
             pool.lost_tokens += tokens
             if listener is not None:
                 listener.forget()
-        elif interruption == "abort_resume":
-            if tokens:
-                made.append(Turn(front, answered, answer.salt))
-                prefix, front, room = np.concatenate((asked, answered.tokens)), (), room - tokens
-            if not room:
-                return made
-            pool.recomputed_tokens += len(prefix) + len(front)
-        else:
+        elif aborted and interruption != "abort_resume":
             detail = f"an engine aborted a request after {tokens} tokens; rollout.interruption = {interruption} aborts none"
             raise TrajectoryRejected("engine_error", detail)
+        else:
+            if tokens or not aborted:
+                made.append(Turn(front, answered, answer.salt))
+                prefix, front, room = np.concatenate((asked, answered.tokens)), (), room - tokens
+            if not room or (not aborted and (answered.finish != "length" or tokens < most)):
+                return made
+            if aborted:
+                pool.recomputed_tokens += len(prefix) + len(front)
         request = replace(request, continues=True, sampled=sampling.max_new_tokens - room)

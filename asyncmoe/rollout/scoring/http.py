@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -71,23 +72,24 @@ class Poster:
             self._session = None
 
 
+@dataclass(frozen=True)
 class HttpJudge:
     """See `Judge`.
 
-    Args:
+    Attributes:
         asked: returns the body to post for a sample, and the maximum bytes of its answer.
     """
 
-    def __init__(self, poster: Poster, asked: Callable[[Sample], tuple[bytes, int]]) -> None:
-        self._poster, self._asked = poster, asked
+    poster: Poster
+    asked: Callable[[Sample], tuple[bytes, int]]
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""
-        return await self._poster.post(*self._asked(sample))
+        return await self.poster.post(*self.asked(sample))
 
     async def close(self) -> None:
         """See `Judge`."""
-        await self._poster.close()
+        await self.poster.close()
 
 
 def asked(sample: Sample) -> tuple[bytes, int]:

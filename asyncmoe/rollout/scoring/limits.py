@@ -96,7 +96,9 @@ class LimitedScorer:
         try:
             answer = await self._judge.call(sample)
         except ScorerRaised as error:
-            self._log(error)
+            if error.at not in self._places:  # logged once for each line of the user's code
+                self._places.add(error.at)
+                log.warning("%s raised at %s, which is logged once:\n%s", self.name, error.at, error.trace.rstrip())
             raise
         if self._unreachable:
             self._unreachable = False
@@ -153,12 +155,6 @@ class LimitedScorer:
             finally:
                 self._in_flight -= 1
                 progress.called += _now() - begin
-
-    def _log(self, raised: ScorerRaised) -> None:
-        """Log what the user's scorer raised, once for each line of code."""
-        if raised.at not in self._places:
-            self._places.add(raised.at)
-            log.warning("%s raised at %s, which is logged once:\n%s", self.name, raised.at, raised.trace.rstrip())
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""

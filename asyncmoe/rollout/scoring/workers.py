@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+from asyncmoe.async_tasks import begun, cancelled
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rollout.processes import Broken, Processes
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.plain_answer import plain

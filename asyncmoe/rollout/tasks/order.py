@@ -133,7 +133,8 @@ class MixedDraws:
         block, place = divmod(number, _BLOCK)
         before = self._before.setdefault(stream, [(0,) * len(self._weights)])
         while len(before) <= block:
-            before.append(_counted(before[-1], self._block(stream, len(before) - 1)))
+            drawn = self._block(stream, len(before) - 1)
+            before.append(tuple(count + drawn.count(part) for part, count in enumerate(before[-1])))
         if self._last.get(stream, (-1,))[0] != block:
             self._last[stream] = block, self._block(stream, block)
         drawn = self._last[stream][1]
@@ -143,7 +144,3 @@ class MixedDraws:
     def _block(self, stream: str, block: int) -> list[int]:
         random = Random(f"{self._seed} {stream} mixture {block}")
         return random.choices(range(len(self._weights)), self._weights, k=_BLOCK)
-
-
-def _counted(before: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
-    return tuple(count + drawn.count(part) for part, count in enumerate(before))

@@ -128,8 +128,7 @@ class WorkerFleet:
 
     def lost(self) -> set[tuple[str, int]]:
         """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
-        gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
-        return {(one.host, one.pid) for one in gone}
+        return {(one.joined.rendezvous.host, one.joined.rendezvous.pid) for one in self._workers.values() if one.gone}
 
     def figures(self) -> Figures:
         """Return the statistics of all workers, including lost ones."""
@@ -197,15 +196,11 @@ class WorkerFleet:
 
         return await self._on(number, packed)
 
-    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """End these episodes, and make the worker of each group forget the group, including what was recorded."""
         for group in groups:
             if (known := self._groups.pop(group, None)) is not None:
-                self._workers[known[0]].forget([place for place in episodes if place.group == group], [group])
-
-    def over(self, groups: Sequence[Group]) -> None:
-        """Make workers forget groups that the queue has deleted."""
-        self.forget(groups=[group.number for group in groups])
+                self._workers[known[0]].forget([group], episodes)
 
     def retain(self, needed: Mapping[int, int]) -> None:
         """Free payloads that no record references. `needed`: by worker number, the position of the oldest referenced payload."""
@@ -237,7 +232,7 @@ class WorkerFleet:
         try:
             made = await self._run(worker, WorkerRun(place, asked), place)
         except asyncio.CancelledError:
-            worker.forget([place])
+            worker.forget([], [place])
             raise
         worker.ended.add(place)
         return made

@@ -13,14 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from asyncmoe import models
+from asyncmoe.async_tasks import first_of
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
 from asyncmoe.process import Child, freeze, keep_files, named
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import address, keys
@@ -83,11 +84,10 @@ async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutPart
             for signal_ in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(signal_, worker.over.set)
             freeze()
-            tasks = [serving, *map(asyncio.create_task, (worker.over.wait(), watch(config, worker)))]
-            done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await cancelled(left)
-            for task in done:
-                task.result()
+            async with first_of(serving, worker.over.wait(), watch(config, worker)) as tasks:
+                for task in tasks:
+                    if task.done():
+                        task.result()
     finally:
         await worker.close()
         if isinstance(loaded, RolloutParts):
@@ -96,11 +96,8 @@ async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutPart
 
 async def _join(config: Config, controller: Rendezvous, number: int, rendezvous: Rendezvous) -> None:
     name = process_name(number)
-    client = AsyncClient(controller, controller.controller)
-    try:
+    with closing(AsyncClient(controller, controller.controller)) as client:
         await client.ask(WorkerJoin(number, rendezvous, config.digest, facts(name)), _JOIN_S)
-    finally:
-        client.close()
 
 
 async def watch(config: Config, worker: WorkerService) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from asyncmoe.async_tasks import begun, cancelled
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.worker_messages import (
@@ -92,7 +92,7 @@ class RemoteWorker:
         """Ask for news continuously, so that a pending request always fails with the connection."""
         begun(self._ask_always(), self._asking)
 
-    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """Make the worker end and forget episodes, rejecting running ones as `LOST`, and forget groups."""
         self.ended.difference_update(episodes)
         self.tell(WorkerForget(tuple(episodes), tuple(groups)))

@@ -124,7 +124,7 @@ class WorkerService:
             case WorkerPack():
                 return _packed([await worker.pack(request.episodes, request.newest)])
             case WorkerForget():
-                worker.forget(request.episodes, request.groups)
+                worker.forget(request.groups, request.episodes)
                 if request.needed is not None:
                     await worker.retain(request.needed)
             case WorkerEnd():

@@ -164,7 +164,7 @@ class Worker:
         data = self._kept.payloads.read_at(place.position, str(place.writer))
         return payload.decode(data, 0, place)[1]
 
-    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+    def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """End and forget episodes at once, running or ended: a group's next attempt may have episodes of the same name. Also forget whole
         groups, including what was recorded of them."""
         for place in episodes:
@@ -178,10 +178,6 @@ class Worker:
                 for key in group.keys:
                     del self._frames[key]
             self._forget_episodes(number)
-
-    def over(self, groups: Sequence[Group]) -> None:
-        """Forget groups that the queue has deleted."""
-        self.forget(groups=[group.number for group in groups])
 
     async def retain(self, needed: Mapping[int, int]) -> None:
         """Free payloads that no record references and this worker does not hold. Raises StorageError.

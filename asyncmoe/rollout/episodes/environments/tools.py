@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
+from asyncmoe.async_tasks import together
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
-from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, Call, read_calls, written_id
 from asyncmoe.rollout.episodes.tools.loading import load

@@ -40,7 +40,7 @@ class Fields:
         self.given, self.sampling, self.overridden = _object(body), sampling, list[str]()
         self._left = dict(self.given)
 
-    def override(self, name: str, asked: object = True) -> None:
+    def override(self, name: str, asked: object) -> None:
         """Note that a parameter is overridden, if it asks for anything."""
         if asked and name not in self.overridden:
             self.overridden.append(name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiohttp import ClientConnectionResetError, web
 
-from asyncmoe.rollout.async_tasks import cancelled
+from asyncmoe.async_tasks import cancelled
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
@@ -97,18 +97,14 @@ class OpenAIEndpoint:
         session = self._session(request)
         api = session.apis[request.match_info["api"]]
         asked, overridden = session.parse(api, await request.read())
-        self._tell_overridden(overridden)
+        if new := [name for name in overridden if name not in self._told]:
+            self._told.update(new)
+            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is logged once", ", ".join(new))
         headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
         if asked.stream:
             return await _stream(request, session, api, asked, headers)
         answer = await session.answer(asked)
         return web.json_response(api.whole(asked, answer), headers={**headers, PATH: answer.path})
-
-    def _tell_overridden(self, names: Sequence[str]) -> None:
-        """Log each overridden parameter once in a run."""
-        if new := [name for name in names if name not in self._told]:
-            self._told.update(new)
-            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is logged once", ", ".join(new))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session that a request is for.

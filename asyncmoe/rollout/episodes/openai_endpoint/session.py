@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from asyncmoe.async_tasks import begun, cancelled
 from asyncmoe.errors import DataError, TrajectoryRejected
-from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import conversation
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi

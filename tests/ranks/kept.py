@@ -84,8 +84,7 @@ class WithTop(losses.SupervisedLoss):
 
     def __call__(self, logprobs: Any, batch: Any, unmasked: Any, top: Any = None) -> Any:
         loss, sums = super().__call__(logprobs, batch, unmasked)
-        added = 0.0 if top is None else ((batch.top_logprobs.t().exp() * top).sum(1) * batch.weights).sum()
-        return loss + added, sums
+        return loss + (0.0 if top is None else ((batch.top_logprobs.t().exp() * top).sum(1) * batch.weights).sum()), sums
 
 
 def sampled(

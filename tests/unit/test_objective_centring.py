@@ -3,6 +3,7 @@ miles's guides give)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,12 @@ from asyncmoe.trajectory import TOP
 from tests.unit.kept_trajectory import sampled
 
 ROWS, VOCABULARY = 12, 40
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "none": {"weight": "none"},
-    "truncated": {"weight": "token", "cap": 1.5},
-    "whole": {"weight": "token", "cap": None},
-    "band": {"weight": "token", "cap": None, "token_band": (0.5, 2.0), "denominator": "planned"},
+WEIGHTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "none": ({"weight": "none"}, torch.ones_like),
+    "truncated": ({"cap": 1.5}, lambda ratio: ratio.clamp(max=1.5)),
+    "whole": ({"cap": None}, lambda ratio: ratio),
+    "band": ({"cap": None, "token_band": (0.5, 2.0)}, lambda ratio: torch.where((ratio < 0.5) | (ratio > 2.0), 0.0, ratio)),
 }
-
-
-def weigh(ratio: torch.Tensor, name: str) -> torch.Tensor:
-    if name == "none":
-        return torch.ones_like(ratio)
-    if name == "band":
-        return torch.where((ratio < 0.5) | (ratio > 2.0), 0.0, ratio)
-    return ratio.clamp(max=1.5) if name == "truncated" else ratio
 
 
 def policies() -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,14 +43,14 @@ def gradient(logits: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def estimate(logits: torch.Tensor, sampler: torch.Tensor, name: str) -> torch.Tensor:
-    return centred(logits.log_softmax(1)[:, : sampler.shape[1]], sampler, CorrectionSection(**WEIGHTS[name]))[0]
+    return centred(logits.log_softmax(1)[:, : sampler.shape[1]], sampler, CorrectionSection(**WEIGHTS[name][0]))[0]
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_over_the_whole_vocabulary_it_is_the_score_that_the_sampler_expects(name: str) -> None:
     logits, sampler = policies()
     new = logits.log_softmax(1)
-    exact = (sampler.exp() * weigh((new - sampler).exp().detach(), name) * new).sum(1)
+    exact = (sampler.exp() * WEIGHTS[name][1]((new - sampler).exp().detach()) * new).sum(1)
     torch.testing.assert_close(gradient(logits, estimate(logits, sampler, name)), gradient(logits, exact), atol=1e-6, rtol=1e-6)
     assert (gradient(logits, exact).abs().max() < 1e-6) == (name == "whole")
 
@@ -68,7 +61,7 @@ def test_a_sampler_whose_tail_is_the_trainers_is_centred_exactly(name: str) -> N
     new, width = logits.log_softmax(1), 6
     rest = new[:, width:].detach().log_softmax(1) + torch.log1p(-sampler[:, :width].exp().sum(1, keepdim=True))
     whole = torch.cat([sampler[:, :width], rest], dim=1)
-    exact = (whole.exp() * weigh((new - whole).exp().detach(), name) * new).sum(1)
+    exact = (whole.exp() * WEIGHTS[name][1]((new - whole).exp().detach()) * new).sum(1)
     torch.testing.assert_close(gradient(logits, estimate(logits, sampler[:, :width], name)), gradient(logits, exact), atol=1e-9, rtol=1e-6)
 
 
@@ -97,7 +90,7 @@ def test_of_a_batch_it_adds_the_advantage_times_the_term_to_the_loss() -> None:
         made.append(sampled(random.integers(0, VOCABULARY, length), chosen, -2.0, 1 + (length == 5), group=length, top=top))
     batch = pack(dict(enumerate(made)), (0, 1), advantages=[0.5, -2.0], weights=[0.2, 0.2], grid=BatchGrid(), packed=True)
     assert batch.part(torch.tensor([2, 5])).top_ids[:, 0].tolist() == made[0].top["id"][1].tolist()
-    plain = {**WEIGHTS["band"], "max_age": 0}
+    plain = WEIGHTS["band"][0] | {"denominator": "planned", "max_age": 0}
     losses = [PolicyLoss(ObjectiveSection(correction=plain, score_centering=k), 1.0, 2) for k in (0, 3)]
     new = logits.log_softmax(1)
     of_targets, of_top = new.gather(1, batch.targets[:, None]).squeeze(1), new.gather(1, batch.top_ids.t())
@@ -106,12 +99,11 @@ def test_of_a_batch_it_adds_the_advantage_times_the_term_to_the_loss() -> None:
     for row, one in zip((0, 2, 3), made[0].top, strict=True):
         one = one[one["logprob"] > -np.inf]
         given = new[row, one["id"].astype(int)][None], torch.from_numpy(one["logprob"].copy())[None]
-        wanted += 0.2 * 0.5 * centred(*given, CorrectionSection(**WEIGHTS["band"]))[0].item()
+        wanted += 0.2 * 0.5 * centred(*given, CorrectionSection(**WEIGHTS["band"][0]))[0].item()
     assert whole.item() - base.item() == pytest.approx(wanted, rel=1e-5)
     found = losses[1].figures(sums)["plugin_metrics"]
-    assert found["score_centering/tail"] == pytest.approx(
-        np.mean([1 - np.exp(one["logprob"]).sum() for t in made for one in t.top]), rel=1e-5
-    )
+    tails = [1 - np.exp(one["logprob"]).sum() for trajectory in made for one in trajectory.top]
+    assert found["score_centering/tail"] == pytest.approx(np.mean(tails), rel=1e-5)
     empty = pack({}, (), advantages=[], weights=[], grid=BatchGrid(), packed=True)
     assert losses[1](torch.zeros(1, requires_grad=True), empty, None)[1].keys() >= losses[1].sums.keys()
 
@@ -121,7 +113,6 @@ def test_of_a_batch_it_adds_the_advantage_times_the_term_to_the_loss() -> None:
     [
         {"loss": "mine:loss"},
         {"correction": {"weight": "sequence"}},
-        {"correction": {"weight": "mine:weight"}},
         {"proximal": "behaviour", "correction": {"weight": "none"}},
         {"correction": {"cap": None, "token_band": (0.5, 2.0)}},
     ],

@@ -86,7 +86,8 @@ def policy_loss(
         sums |= dict.fromkeys(SUMS, torch.zeros((), dtype=torch.float64))
     if top is not None:
         centre, *found = centred(*top, section.correction)
-        value = value + torch.where(rows.mask & ~fates.rejected[1:].any(dim=0), rows.advantages * centre, 0.0)
+        others = fates.rejected[1:].any(dim=0)  # all rules but the token band, which `centred` includes
+        value = value + torch.where(rows.mask & ~others, rows.advantages * centre, 0.0)
         sums |= {name: torch.where(rows.mask, one, 0.0).double().sum() for name, one in zip(SUMS, found, strict=True)}
     loss = (value * weights).sum()
     if rows.reference is not None and section.kl.coefficient:

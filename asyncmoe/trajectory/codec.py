@@ -91,7 +91,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
             )
     r, m, t = trajectory.routes, trajectory.masks, trajectory.top
     data: Buffer = b"" if t is None else np.ascontiguousarray(t).reshape(-1).view(np.uint8).data
-    top = None if t is None else _TopSpec(*t.shape, crc32c(data))
+    top = None if t is None else _TopSpec(t.shape[0], t.shape[1], crc32c(data))
     sampled = int(trajectory.loss_mask.sum())
     for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory)), ("top", top, sampled)):
         if part is not None and part.rows != rows:

@@ -92,7 +92,7 @@ def install() -> None:
     after_import(MODULE, _mend)
 
 
-def pairs(rows: Sequence[Sequence[tuple[float, int, Any]]]) -> np.ndarray:
+def pairs(rows: Sequence[Sequence[tuple[float | None, int, Any]]]) -> np.ndarray:
     """Return the entries of all rows of `output_top_logprobs` as an array of `PAIR`, NaN for null."""
     return np.fromiter(map(itemgetter(0, 1), chain.from_iterable(rows)), PAIR)
 

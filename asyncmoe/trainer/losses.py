@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ class PolicyLoss:
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the sums that a call returns, the same for every micro-batch; they include the inputs of
         `objective.scale`."""
-        found = dict(objective.SUMS) | dict.fromkeys(self._centring, ())
+        found = dict(objective.SUMS) | dict.fromkeys(centring.SUMS if self.section.score_centering else (), ())
         for plugin in self.plugins.of_tokens:
             found |= plugin.sums
         return found
@@ -48,8 +48,8 @@ class PolicyLoss:
     def figures(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """Return `objective.metrics` of the step's sums, and in `plugin_metrics` the plug-ins' metrics and score centring's, averaged over
         sampled tokens."""
-        tokens = max(float(sums["tokens"]), 1.0)
-        found: dict[str, Any] = objective.metrics(sums) | {"plugin_metrics": {name: float(sums[name]) / tokens for name in self._centring}}
+        centre = {name: float(sums[name]) / max(float(sums["tokens"]), 1.0) for name in centring.SUMS if name in sums}
+        found: dict[str, Any] = objective.metrics(sums) | {"plugin_metrics": centre}
         for plugin in self.plugins.of_tokens:
             means, rejected = plugin.figures(sums)
             found["plugin_metrics"] |= means
@@ -71,10 +71,6 @@ class PolicyLoss:
         """
         for plugin in self.plugins.of_tokens:
             plugin.check(sums)
-
-    @property
-    def _centring(self) -> Sequence[str]:
-        return centring.SUMS if self.section.score_centering else ()
 
     @property
     def wants_unmasked(self) -> bool:

@@ -63,7 +63,6 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, mask
         pytest.param(reply([1], [-0.5], output_token_logprobs=[[-0.5, 2, None]]), id="another token"),
         pytest.param(reply([1], [-0.5], output_token_logprobs=[]), id="too few log-probabilities"),
         pytest.param(reply([1], [-0.5], output_token_sampling_mask=[None]), id="no mask"),
-        pytest.param(reply([1], [-0.5], output_top_logprobs=[None]), id="no ids"),
         pytest.param(reply([1], [-0.5], routed_experts="A?=="), id="routes in another form"),
         pytest.param(reply([1], [-0.5], finish_reason={1j: 2}), id="what JSON has no form for"),
     ],

@@ -47,8 +47,7 @@ class Scripted:
             listener.hear(made)
         spans = (VersionSpan(str(len(self.asked)), 0, len(made)),)
         answer = Generation.of(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]])
-        top = np.full((len(made), 2), (-0.5, 7), TOP)
-        return PooledGeneration(replace(answer, top=top), len(self.asked))
+        return PooledGeneration(replace(answer, top=np.full((len(made), 2), (-0.5, 7), TOP)), len(self.asked))
 
 
 def answered(

@@ -168,11 +168,9 @@ def test_a_request_that_is_aborted_in_the_queue_repeats_itself(known: Tokenizer)
     made, _, _ = streamed(known, [part([a, b], 2), last])
     assert made.tokens.tolist() == [a, b, c]
 
-    parts, rows = Parts("e"), [[[-0.5, a, None]], [[-0.25, b, None]], [[-0.75, c, None]]]
-    for piece, top in ((part([a, b], 2), rows[:2]), (last, rows)):
-        one = msgspec.json.decode(piece.removeprefix(b"data: "))
-        one["meta_info"]["output_top_logprobs"] = top
-        parts.add(msgspec.convert(one, StreamPart))
+    rows, parts = [[[-0.5, a, None]], [[-0.25, b, None]], [[-0.75, c, None]]], Parts("e")
+    for piece in (part([a, b], 2, output_top_logprobs=rows[:2]), part([a, b, c], 3, **END, output_top_logprobs=rows)):
+        parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=StreamPart))
     top = response("e", parts.whole(), Recording(top=1)).top
     assert top.tolist() == [[(-0.5, a)], [(-0.25, b)], [(-0.75, c)]]
     assert cut(replace(made, top=top), 2, 1).top.tolist() == top[:2].tolist()

@@ -306,7 +306,6 @@ FLIPPED = dataclasses.replace(routes_of(3), planes=PLANES[:-1] + bytes([PLANES[-
         ({"masks": masks_of([[], [], [7], [1, 2]])}, "mask_without_token"),
         ({"masks": dataclasses.replace(masks_of([[], [], [7], [8]]), ids=3)}, "damaged_record"),
         ({"top": top_of([-1.0])}, "length_mismatch"),
-        ({"top": top_of([-1.0], [-1.0]).view("f4,i4")}, "length_mismatch"),
         ({"top": top_of([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])}, "bad_top"),
         *(({"top": top_of([-1.0], [wrong])}, "bad_top") for wrong in (0.5, np.nan)),
         ({"versions": sampled([-1, -1, 3, 4], "i4")}, "version_from_future"),

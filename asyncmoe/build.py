@@ -124,7 +124,7 @@ def main() -> None:
     found = nvcc()
     trouble = obstacle(found)
     if trouble is not None:
-        sys.exit(f"nvcc: got none that builds the CUDA kernels ({' '.join(trouble.split())}), expected one of CUDA 12 or newer; {HINT}")
+        sys.exit(f"nvcc: got none that builds the CUDA kernels ({' '.join(trouble.split())}), expected nvcc of CUDA 12 or newer; {HINT}")
     print(f"CUDA kernels are built with {found}")
 
 

@@ -58,7 +58,7 @@ class UserError(AsyncmoeError):
         hint: the fix; omitted if `expected` already implies it.
 
     Attributes:
-        rest: of an error about keys: the configuration without them, to be checked further; None if the rest is no configuration.
+        rest: of an error about keys: the configuration without these keys, to be checked further; None if that is no configuration.
     """
 
     exit_code = 2
@@ -165,7 +165,7 @@ class OutOfDeviceMemory(UserError):
         free, total: free and total bytes of the device.
     """
 
-    HINT = "leave more of the device free: engines.max_total_tokens, --mem-fraction-static in engines.args, or a smaller sync.bucket_bytes"
+    HINT = "lower engines.max_total_tokens, --mem-fraction-static in engines.args, or sync.bucket_bytes"
 
     def __init__(self, device: str, what: str, nbytes: int | None, free: int, total: int) -> None:
         got, wanted = f"{gibibytes(free)} free of {gibibytes(total)}", "enough memory" if nbytes is None else gibibytes(nbytes)

@@ -86,7 +86,7 @@ def rebuild(*, gpu: bool = False, archs: str = "") -> str:
 
 def rebuild_with_kernels() -> str:
     """Return how to rebuild the extensions with their CUDA kernels."""
-    return f"{rebuild(gpu=True)}, which {'brings nvcc' if from_checkout() else 'needs nvcc'} and insists on the kernels"
+    return f"{rebuild(gpu=True)}, which {'installs nvcc' if from_checkout() else 'needs nvcc'} and fails without the kernels"
 
 
 def need(module: str, what: str) -> None:
@@ -112,7 +112,7 @@ def explained(error: ModuleNotFoundError) -> UserError | None:
     name, command = error.name or "", next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     if name in ("asyncmoe.reshard._C", "asyncmoe.trajectory._C"):
         hint = "run: make setup" if from_checkout() else "install a wheel of asyncmoe that was built for this Python"
-        return UserError(name, got="no compiled extension", expected="it beside the package", hint=hint)
+        return UserError(name, got="no compiled extension", expected="one in the package", hint=hint)
     module = name.split(".")[0]
     known = any(module in modules for modules in EXTRAS.values())
     return absent(module, f"asyncmoe {command}".rstrip()) if known and not has(module) else None

@@ -1,5 +1,5 @@
 """Signals that stop a command. Before there is anything to save, Ctrl-C prints one line and exits with status 130, as a shell does after
-SIGINT; a run in progress counts them.
+SIGINT; a run in progress counts the signals.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ class _TooLong(BaseException):
 def guarded(seconds: float) -> Iterator[None]:
     """Run a user's code in the block; end it after `seconds` if this is the main thread.
 
-    The limit is an alarm (setitimer(2)), because every process of a run imports and tries users' code in its main thread: Python runs the
-    handler there, between two bytecodes or after an interrupted system call, so it ends loops, sleeps, locks and reads, and knows the line.
-    It cannot end native code that never returns to Python. `asyncmoe.launch.plugin_probe` therefore tries the code first in a
+    The limit is an alarm (setitimer(2)). Every process of a run imports and tries users' code in its main thread, where Python runs the
+    alarm's handler, between two bytecodes or after an interrupted system call. So the alarm ends loops, sleeps, locks and reads, and knows
+    the line. It cannot end native code that never returns to Python. `asyncmoe.launch.plugin_probe` therefore tries the code first in a
     process that can be killed. Other threads get no signals: there the block is not limited.
 
     Raises:
@@ -79,7 +79,7 @@ def guarded(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal late
         if active:
-            late = late or place_in(traceback.walk_stack(frame)) or "no line of its own"
+            late = late or place_in(traceback.walk_stack(frame)) or "an unknown line"
             raise _TooLong
 
     limited = threading.current_thread() is threading.main_thread()

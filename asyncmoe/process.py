@@ -79,7 +79,7 @@ class _Unbroken(io.FileIO):
 
 def unbroken_output() -> None:
     """Ignore failed writes to standard output and error from now on: a run continues without a reader of its output, and on a full disk.
-    Its files have all of it."""
+    The run's files have all that is printed."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))

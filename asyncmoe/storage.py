@@ -28,7 +28,7 @@ _CURES = {
     errno.EFBIG: "raise the file size limit (ulimit -f), or write to another file system",
     errno.EROFS: "mount it for writing, or write to another file system",
     errno.EIO: "the device or its server fails: see the node's kernel log, or write to another file system",
-    errno.ESTALE: "mount it again on this node: its server has forgotten it",
+    errno.ESTALE: "mount the file system again on this node: its server has forgotten this mount",
     errno.EACCES: "write to a directory this user may write to, or change the permissions",
     errno.EPERM: "write to a directory this user may write to, or change the permissions",
     errno.ENOTDIR: "choose a path with no file among its parts",
@@ -109,8 +109,8 @@ def check_new(what: str, out: Path) -> None:
 
 
 def try_place(what: str, directory: Path) -> str:
-    """Create a folder where `directory` is or would be, and remove it without a trace. Return why nothing can be created there, as below
-    /proc or a dangling link, else "".
+    """Create a folder where `directory` is or would be, and remove it without a trace. Return why nothing can be created there, for example
+    below /proc or a dangling link, else "".
 
     Args:
         what: as for `writing`.
@@ -128,7 +128,7 @@ def try_place(what: str, directory: Path) -> str:
             with suppress(OSError):  # it is another user's, such as /tmp
                 os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
         except FileNotFoundError as error:
-            return f"in {place} nothing can be made ({error.strerror})"
+            return f"nothing can be created in {place} ({error.strerror})"
     return ""
 
 

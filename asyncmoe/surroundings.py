@@ -55,7 +55,7 @@ def proxy_for(url: str) -> str | None:
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if (kind := urlsplit(proxy).scheme) not in ("http", "https"):
-        log.warning("%s: got a proxy of kind %s in the environment, expected http; it is reached directly", host, kind)
+        log.warning("%s: got a proxy of kind %s in the environment, expected http; the host is reached directly", host, kind)
         return None
     return proxy
 

@@ -48,4 +48,4 @@ def write_json(values: Mapping[str, Any], file: Path) -> None:
     try:
         file.write_text(json.dumps(values, indent=1) + "\n")
     except OSError as error:
-        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error
+        raise DataError(str(file), got=error.strerror, expected="a writable file") from error

@@ -62,7 +62,7 @@ def _flush() -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit the interpreter flushes what could not be written
         if not isinstance(error, BrokenPipeError):  # its reader has what it wants, as `head` does
-            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that can be written to") from None
+            raise UserError("standard output", got=error.strerror, expected="a writable file, pipe or terminal") from None
 
 
 def user_error(error: Any) -> UserError:

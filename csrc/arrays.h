@@ -1,5 +1,5 @@
-// NumPy arrays of int64 in the bindings. Functions throw std::invalid_argument for any other shape; `what` names the
-// array in the message.
+// NumPy arrays of int64 in the bindings. Functions throw std::invalid_argument unless the array has the shape in their
+// comment; `what` names the array in the message.
 #pragma once
 
 #include <pybind11/numpy.h>

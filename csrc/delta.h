@@ -30,8 +30,8 @@ class DeltaTable {
     int64_t bytes(int64_t chunk) const;
     // Maximum size of a payload of the chunk in bytes.
     int64_t bound(int64_t chunk) const;
-    // A view of a chunk's elements in storages at `bases`, which must outlive it, or, if `message` is not null, in
-    // that. Throws std::invalid_argument for too few or null addresses of storages.
+    // A view of a chunk's elements in `message` or, if that is null, in storages at `bases`, which must outlive the
+    // view. Throws std::invalid_argument for too few or null addresses of storages.
     DeltaView view(int64_t chunk, const std::vector<int64_t>& bases, std::byte* message) const;
     // Throws std::invalid_argument unless `pack` packs messages of the same size, row by row.
     void check(int64_t chunk, const Program& pack) const;

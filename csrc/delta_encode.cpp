@@ -105,7 +105,7 @@ DeltaFound encode_delta(const DeltaTable& table, const Program& pack, int64_t ch
             put_entry(payload, i, encode_block(view, block, now, bodies + block.at, scratch, sum, changed));
         }
     });
-    std::byte* end = bodies;  // each body lies where a dense one would: close the gaps
+    std::byte* end = bodies;  // each body lies where a dense one would: move them together
     for (int64_t i = 0; i < view.count; ++i) {
         const auto nbytes = static_cast<size_t>(body_bytes(view.blocks[i], entry_of(payload, i)));
         std::memmove(end, bodies + view.blocks[i].at, nbytes);

@@ -197,7 +197,7 @@ ASYNCMOE_BOTH inline DeltaFound apply_coded(const DeltaView& view, const DeltaBl
                                             const std::byte* body, bool write, ApplyScratch& scratch) {
     const bool dense = entry.changed == kDense;
     if (dense ? entry.gaps != 0 : entry.changed > block.elements) return {0, 0, 0, 1};
-    // Computes the new term minus the old one of an element, and writes the element if asked.
+    // Computes the new term minus the old one of an element, and with `write` writes the element.
     const auto change = [&](const DeltaWalk::Spot& spot, const std::byte* value) {
         const uint64_t before = load_element(spot.place, block.item), after = load_element(value, block.item);
         if (write) store_element(spot.place, block.item, after);

@@ -38,7 +38,7 @@ bool has_context(int device);
 
 // Makes a device current for a scope. At the end it restores the previous device, unless this process has no context
 // there: since CUDA 12 cudaSetDevice creates one, about 500 MB on a GPU that the process was not given. A thread that
-// had not chosen a device (CUDA then reports device 0) therefore keeps this one.
+// had not chosen a device (CUDA then reports device 0) therefore keeps the scope's device.
 class DeviceScope {
   public:
     explicit DeviceScope(int device) { check(enter(device), "cudaSetDevice " + std::to_string(device)); }

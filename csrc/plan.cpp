@@ -128,8 +128,8 @@ void Matching::divide() {
         x[g].assign(groups[g].holders.size(), 0);
         if (total[g] > 0) order.push_back(static_cast<int64_t>(g));
     }
-    // Divide the groups with the fewest holders first; then repeatedly divide each group again, given the others. This
-    // lowers the sum of the squared loads to its minimum, where the greatest load is minimal, too.
+    // Divide the groups with the fewest holders first; then repeatedly divide each group again, with the others'
+    // division fixed. This lowers the sum of the squared loads to its minimum, where the greatest load is minimal, too.
     std::stable_sort(order.begin(), order.end(),
                      [&](int64_t a, int64_t b) { return groups[a].holders.size() < groups[b].holders.size(); });
     shares_.assign(holdings_.side().ranks.size(), 0);
@@ -163,7 +163,7 @@ int cut_axis(const Region& region) {
     return axis;
 }
 
-// The position nearest to byte `at` of a group at which a stretch may end.
+// Among the positions of a group where a stretch may end, the one nearest to byte `at`.
 int64_t Matching::rounded(const Share& share, int64_t at) const {
     if (at == 0 || share.demands.empty()) return at;
     const auto after = std::upper_bound(share.demands.begin(), share.demands.end(), at,

@@ -58,8 +58,9 @@ struct DtypeCast {
 };
 
 // Decides which rank sends which boxes to which. A destination rank that holds an element itself copies it locally. The
-// remaining bytes of a group, over all destinations, form one sequence: destinations by rank, their pieces in order.
-// The holders of the group share it in consecutive stretches, sized to minimise the traffic of the busiest rank.
+// remaining bytes of a group (cells with the same holders), over all destinations, form one sequence: destinations by
+// rank, their pieces in order. The holders share it in consecutive stretches, sized to minimise the traffic of the
+// busiest rank.
 class Matching {
   public:
     // Bytes are counted in the dtype of the destination.

@@ -81,7 +81,7 @@ Program::Program(const int64_t* rows, const int64_t* casts, int64_t count, std::
                                     ", expected ascending ones from 0 to " + std::to_string(count));
     for (const auto& descriptor : descriptors_) {
         if (wire == Wire::kSource && descriptor.copy.cast != Cast::kNone)
-            throw std::invalid_argument("cast: got one while unpacking, expected it while packing");
+            throw std::invalid_argument("cast: got one in a program that unpacks, expected casts only while packing");
         sources_ = std::max({sources_, descriptor.source_index + 1, descriptor.scales_index + 1});
         destinations_ = std::max(destinations_, descriptor.destination_index + 1);
     }

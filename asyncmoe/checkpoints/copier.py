@@ -29,7 +29,8 @@ def check(config: Config) -> None:
     """Refuse a second place that does not respond, or that has copies although the run has no checkpoint.
 
     Raises:
-        UserError: see `copies.place_of`; or the place fails, or has copies of another run, or copies to restore first.
+        UserError: as `copies.place_of`; the place fails; or it has copies although the run has no checkpoint: they are another run's, or
+            must be restored before the run starts.
     """
     url, run_dir = config.trainer.checkpoint_copy, config.run.dir
     if url is None:
@@ -37,8 +38,9 @@ def check(config: Config) -> None:
     place = copies.place_of(url, run_dir)
     steps = _answer(place, lambda: copies.complete(place), "a place that can be listed")
     if steps and directories.newest(run_dir) is None:
-        hint = f"asyncmoe checkpoints {run_dir} --restore {place.shown.rpartition('/')[0]} brings it back; or name another place"
-        raise ConfigError(KEY, got=f"{place.shown} with a copy of step {steps[-1]}", expected=f"none, as {run_dir} has none", hint=hint)
+        hint = f"restore it by asyncmoe checkpoints {run_dir} --restore {place.shown.rpartition('/')[0]}, or name another place"
+        expected = f"no copies, as {run_dir} has no checkpoint"
+        raise ConfigError(KEY, got=f"{place.shown} with a copy of step {steps[-1]}", expected=expected, hint=hint)
 
 
 def try_to_write(config: Config) -> None:
@@ -49,7 +51,7 @@ def try_to_write(config: Config) -> None:
     """
     if config.trainer.checkpoint_copy is not None:
         place = copies.place_of(config.trainer.checkpoint_copy, config.run.dir)
-        _answer(place, lambda: copies.try_to_write(place), "a place that can be written to")
+        _answer(place, lambda: copies.try_to_write(place), "a writable place")
 
 
 def _answer(place: SecondPlace, act: Callable[[], T], expected: str) -> T:
@@ -100,12 +102,12 @@ class Copier:
         begin, asked = time.monotonic(), self._asked_to_end()
         self._thread.join(_POLL_S)
         if self._thread.is_alive():
-            _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends without it)")
+            _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends the run without this copy)")
         while self._thread.is_alive() and self._asked_to_end() == asked and time.monotonic() - begin < LAST_S:
             self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             self._now.set()
-            _say(f"{KEY}: the last checkpoint was not copied within {time.monotonic() - begin:.0f} s, and is left out")
+            _say(f"{KEY}: the last checkpoint was not copied within {time.monotonic() - begin:.0f} s; the next start of the run copies it")
 
     def _work(self) -> None:
         assert self._place is not None

@@ -1,7 +1,7 @@
 """Copies of checkpoints in a second place, an fsspec URL: `URL/NAME OF THE RUN'S DIRECTORY/step-00000012/`.
 
-Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, any other
-counts as absent. Files are digested before sending and after restoring.
+Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, and a copy
+without one counts as absent. Files are digested before sending and after restoring.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def place_of(url: str, run_dir: Path) -> SecondPlace:
         files, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, TypeError) as error:  # TypeError: a part of the URL is missing
         got = f"{shown}: {' '.join(str(error).split())[:200]}"
-        hint = "s3:// needs pip install s3fs, gs:// gcsfs, abfs:// adlfs; file:// needs nothing"
+        hint = "s3:// needs the package s3fs, gs:// gcsfs, abfs:// adlfs; file:// needs none"
         raise UserError(KEY, got=got, expected="a URL that fsspec can open", hint=hint) from error
     return SecondPlace(files, f"{root.rstrip('/')}/{name}", f"{shown.rstrip('/')}/{name}")
 
@@ -99,7 +99,7 @@ def send(checkpoint: Path, place: SecondPlace) -> None:
         place.files.put_file(str(checkpoint / name), f"{folder}/{name}")
         place.files.invalidate_cache()
         if (size := place.files.info(f"{folder}/{name}")["size"]) != sealed.nbytes:
-            raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=sealed.nbytes)
+            raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=f"{sealed.nbytes} bytes")
     with place.files.open(f"{folder}/{MANIFEST}", "wb") as file:
         file.write(manifest.text_of(listed))
 
@@ -116,7 +116,7 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
     """Restore a copy as a checkpoint of the run, and return its directory. The caller holds the run's lock.
 
     Args:
-        step: None: the newest complete copy.
+        step: the copy's step; None: the step of the newest complete copy.
 
     Raises:
         DataError: there is no such copy, it is damaged, or the run has an undamaged checkpoint of this step.
@@ -127,15 +127,15 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
     place = place_of(url, run_dir)
     steps = _asked(place, lambda: complete(place))
     if not steps or (step is not None and step not in steps):
-        told = f"copies of {', '.join(map(str, steps))}" if steps else "no complete copy"
-        raise DataError(place.shown, got=told, expected="a copy of a checkpoint" if step is None else f"one of step {step}")
+        told = f"copies of steps {', '.join(map(str, steps))}" if steps else "no complete copy"
+        raise DataError(place.shown, got=told, expected="a copy of a checkpoint" if step is None else f"a copy of step {step}")
     step = steps[-1] if step is None else step
     final, written = directories.directory(run_dir, step), directories.temporary(run_dir, step)
     path = f"{place.folder(step)}/{MANIFEST}"
     listed: Manifest = _asked(place, lambda: manifest.parse(place.files.cat_file(path), Path(path)))
     if final.exists():
         if intact.fault(final) is None:
-            raise DataError(str(final), got="a checkpoint without damage", expected="none, or a damaged one that the copy can replace")
+            raise DataError(str(final), got="a checkpoint without damage", expected="no checkpoint there, or a damaged one to replace")
         directories.set_aside(final)
     with storage.writing(f"checkpoint of step {step}", written):
         shutil.rmtree(written, ignore_errors=True)
@@ -144,8 +144,8 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
             (written / name).parent.mkdir(parents=True, exist_ok=True)
             _asked(place, partial(place.files.get_file, f"{place.folder(step)}/{name}", str(written / name)))
             if (found := manifest.seal(written / name, sync=True)) != sealed:
-                got = f"{found.nbytes} bytes of CRC-32C {found.crc32c:08x}"
-                expected = f"{sealed.nbytes} bytes of {sealed.crc32c:08x}, as its manifest says"
+                got = f"{found.nbytes} bytes with CRC-32C {found.crc32c:08x}"
+                expected = f"{sealed.nbytes} bytes with CRC-32C {sealed.crc32c:08x}, as in the manifest"
                 raise DataError(f"{place.shown}/{final.name}/{name}", got=got, expected=expected)
         directories.publish(written, final, listed)
     return final

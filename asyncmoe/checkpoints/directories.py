@@ -1,7 +1,8 @@
 """Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
 
 A checkpoint is written under a temporary name. Once every rank has written its part, all files and the directory are synced, then the
-directory is renamed, the rename is synced, and older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
+directory is renamed, the rename is synced, and older checkpoints are deleted. So a kill or a power cut at any moment leaves a complete
+checkpoint.
 """
 
 from __future__ import annotations

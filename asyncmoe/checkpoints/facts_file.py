@@ -12,7 +12,7 @@ from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _KEYS = {"family": "model.family"}
-"""The configuration key of each fact that has another name than its key."""
+"""The configuration key of each fact whose name differs from its key."""
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         DataError: the facts file is missing or malformed.
         UserError: this process cannot read it.
     """
-    path, expected = checkpoint / FACTS, "the facts of a checkpoint, a mapping with the key step"
+    path, expected = checkpoint / FACTS, "a checkpoint's facts: a JSON object with an integer step"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -35,10 +35,10 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def kind_faults(checkpoint: Path, now: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error, which names the key, for each setting that shows another model family or kind of training.
+    """Yield an error, which names the key, for each setting of model family or kind of training that differs from the checkpoint's.
 
     Args:
-        now: the current settings, in the form that `finish` stored; settings that the checkpoint has too are compared.
+        now: the current settings, in the form that `finish` stored; only settings that the checkpoint has are compared.
 
     Raises:
         DataError: as `facts`.

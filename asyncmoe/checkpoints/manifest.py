@@ -94,7 +94,7 @@ def unreadable(path: Path, error: OSError) -> str:
     if error.errno in _DAMAGE:
         return str(error.strerror)
     raise UserError(
-        str(path), got=error.strerror, expected="a file that can be read", hint="nothing was changed; start again once it can be read"
+        str(path), got=error.strerror, expected="a readable file", hint="nothing was changed; start again once it is readable"
     ) from error
 
 
@@ -161,7 +161,7 @@ def _entries(files: Mapping[str, Any]) -> Iterator[tuple[str, Sealed]]:
     for name, (nbytes, digest) in files.items():
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\0" in name:
-            raise ValueError(f"a file named {name!r}")
+            raise ValueError(f"a file named {name!r}, outside the checkpoint")
         yield name, Sealed(int(nbytes), int(digest, 16))
 
 

@@ -1,4 +1,4 @@
-"""The `asyncmoe` command. Subcommands start the parts of a run separately; `run` starts all of them on this machine."""
+"""The `asyncmoe` command. `run` starts a whole run on this machine; other subcommands start single parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)] = False,
 ) -> None:
     pass
 

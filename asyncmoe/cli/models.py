@@ -43,8 +43,8 @@ def init(
 ) -> None:
     """Write a configuration for a model and a data set.
 
-    The file has about twenty commented lines. The command finds the columns of questions and answers by their usual names, and sizes
-    trainer and engines for this machine's GPUs, or for CPUs if it has none:
+    The command finds the columns of questions and answers by their usual names, and sizes trainer and engines for this machine's GPUs, or
+    for CPUs if it has none. For example:
 
         asyncmoe init --model Qwen/Qwen3-30B-A3B --data train.jsonl maths.yaml
     """
@@ -69,10 +69,10 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model.
 
-    An adapter is merged into the weights. README.md is a model card.
+    An adapter is merged into the weights, unless --adapter is given. README.md in OUT is a model card.
     """
     from asyncmoe.launch import export as launcher
 
     if adapter and float8:
-        raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
+        raise UserError("asyncmoe export", got="--adapter and --float8", expected="only one of the two; an adapter is never in float8")
     launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step, dtype=dtype)

@@ -12,7 +12,7 @@ from asyncmoe.config_commands import ConfigPath, Overrides
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 _Measured = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Speeds measured by asyncmoe bench step CONFIG --json FILE; scaled by GPUs.")
+    Path | None, typer.Option(metavar="FILE", help="Speeds from asyncmoe bench step CONFIG --json FILE, scaled to this cluster.")
 ]
 _JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")]
 
@@ -22,7 +22,7 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [KEY=VALUE]...",
-            help="YAML file of the planned run, and keys to override. Without it only the machine is checked.",
+            help="YAML file of the planned run, and keys to override. Without a file, only the machine is checked.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -48,25 +48,25 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how to split this many nodes, instead of --config.")
+        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how to split this many nodes between trainer and engines.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="GPUs per node, for --nodes.")] = 8,
-    context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch, for --nodes.", min=1)] = 8192,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="With --nodes: GPUs per node.")] = 8,
+    context: Annotated[int, typer.Option(help="With --nodes: tokens of the longest conversation and of a micro-batch.", min=1)] = 8192,
     lora: Annotated[
         str | None,
-        typer.Option(help="Train an adapter, for --nodes: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
+        typer.Option(help="With --nodes: train an adapter, given as rank=32 or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
     ] = None,
-    family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, for --nodes.")] = "auto",
+    family: Annotated[str, typer.Option(help="With --nodes: model family of your own, as package.module:name.")] = "auto",
     gpu_gb: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="Memory of a GPU in GB; default: 80.")] = None,
     nic: Annotated[
-        float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while it receives at the same rate: 450 over NVLink.")
+        float, typer.Option(min=1e-3, max=1e6, help="GB/s that each rank can send and receive at the same time; over NVLink 450.")
     ] = 50.0,
     measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
     """Estimate GPU memory and weight sync, or split a cluster.
 
-    --config estimates every GPU of a run; --nodes suggests a split.
+    --config estimates the memory of every GPU of a run; --nodes suggests a split. For example:
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
 
@@ -86,9 +86,9 @@ def plan(
         found = plan_command.of_run(config, overrides or (), model, gpu_gb, nic, console)
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
-        raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
+        raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no KEY=VALUE, which only --config uses")
     elif nodes == 1:
-        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml")
+        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node with --config examples/one-node/qwen3-30b-a3b.yaml")
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
         found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)
@@ -117,15 +117,14 @@ def simulate(
     """Predict the speed of a run on a cluster.
 
     Engines, queue, scoring, trainer and weight sync are simulated as events.
-    The simulation starts no process and needs no GPU. It admits and drops
-    groups by the same rules as `asyncmoe run`. Measure on a few GPUs with asyncmoe bench step and pass --measured FILE, or write these into
-    a copy of examples/plant.yaml:
+    Groups are admitted and dropped by the same rules as in `asyncmoe run`.
+    Measure on a few GPUs with asyncmoe bench step and pass --measured FILE, or write these into a copy of examples/plant.yaml:
 
     - the step time of an engine at two batch sizes: engines.step_s, engines.step_batch
 
     - the seconds of a training step: trainer.step_s
 
-    - some response lengths: workload=FILE, one per line, or the directory of a run
+    - some response lengths: workload=FILE (one length per line) or workload=RUN_DIR
 
     Then describe the whole cluster and find its best split:
 
@@ -158,10 +157,10 @@ def step(
     minutes: Annotated[float, typer.Option(min=0.1, max=60.0, help="Minutes to measure, from the second step on.")] = 2.0,
     json_file: Annotated[Path, typer.Option("--json", metavar="FILE", help="File for the figures.")] = Path("speeds.json"),
 ) -> None:
-    """Measure a configuration of your own: seconds of a training step, tokens per second of trainer and engines, and who waits.
+    """Measure a configuration of your own: seconds of a training step, tokens per second of trainer and engines, and which of them waits.
 
-    CONFIG runs on this machine without warm-up, evaluation, checkpoints and loggers, in a directory that is deleted. A few GPUs suffice,
-    because `--measured FILE` scales the figures to a cluster's:
+    CONFIG runs on this machine without warm-up, evaluation, checkpoints and loggers, in a temporary directory. A few GPUs suffice, because
+    `asyncmoe plan` and `asyncmoe simulate` scale the figures to a cluster (`--measured FILE`). For example:
 
         asyncmoe bench step examples/cluster/qwen3-30b-a3b.yaml trainer.ranks=4 trainer.pp=1 engines.count=1
     """

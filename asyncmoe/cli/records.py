@@ -11,11 +11,11 @@ import typer
 from asyncmoe.config_commands import RunPath
 from asyncmoe.errors import DataError, UserError
 
-_Lines = Annotated[bool, typer.Option("--json", help="A line of JSON for each, and nothing left out.")]
+_Lines = Annotated[bool, typer.Option("--json", help="Print complete JSON, one entry per line.")]
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of finished or running runs.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html in RUN, or comparison.html in the first RUN.")
     ] = None,
@@ -25,7 +25,7 @@ def report(
 ) -> None:
     """Write the report of a run, or a page that compares several.
 
-    A run may be finished or still running; its summary.json is written, too.
+    A run may be finished or still running. Its summary.json is also written.
     docs/guides/report.md explains the page.
     """
     from asyncmoe.telemetry.records import read_steps
@@ -55,7 +55,7 @@ def checkpoints(
 
     - verified: --verify has read every file and found no damage
 
-    - damaged: the line names the file. A resumed run uses the one before
+    - damaged: the line names the file. A resumed run uses an older checkpoint
 
     - unfinished: being written now, or left by a save that was killed
 
@@ -92,9 +92,9 @@ def checkpoints(
 def stacks(run_dir: RunPath) -> None:
     """Show the Python stacks of a run, e.g. to see where it hangs.
 
-    The run's processes are those recorded in its directory. For a run on
-    several hosts, the end of the output names the hosts not covered. To profile
-    steps instead, see docs/guides/profiling.md.
+    The stacks are those of the run's processes on this host. The end of the
+    output names the run's other hosts. To profile steps instead, see
+    docs/guides/profiling.md.
     """
     from asyncmoe.launch import stacks as command
 
@@ -104,22 +104,22 @@ def stacks(run_dir: RunPath) -> None:
 
 def show(
     run_dir: RunPath,
-    step: Annotated[int | None, typer.Option(help="Groups that this step trained, counted as in metrics.jsonl.")] = None,
-    group: Annotated[int | None, typer.Option(help="The group with this number, in all its attempts.")] = None,
-    version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
+    step: Annotated[int | None, typer.Option(help="Groups trained in this step of metrics.jsonl.")] = None,
+    group: Annotated[int | None, typer.Option(help="All attempts at the group with this number.")] = None,
+    version: Annotated[int | None, typer.Option(help="Groups with a token sampled by this weight version.")] = None,
     outcome: Annotated[
         Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"] | None,
         typer.Option(help="Groups with this outcome; lost: the training was undone when the run resumed."),
     ] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest mean reward first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest mean reward first.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a given --step or --group.")] = None,
     colour: Annotated[
-        Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="What colours tokens.")
+        Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="Property shown by colours.")
     ] = "version",
     tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all. Default: 400, or all with --json."),
+        typer.Option(min=0, help="Tokens shown from both ends of a prompt or response; 0: all. Default: 400, or all with --json."),
     ] = None,
     as_json: _Lines = False,
 ) -> None:
@@ -149,7 +149,7 @@ def show(
     from asyncmoe.telemetry.samples import command
 
     if worst and best:
-        raise UserError("asyncmoe show", got="--worst and --best", expected="one of them")
+        raise UserError("asyncmoe show", got="--worst and --best", expected="only one of the two")
     wanted = command.SampleQuery(step, group, version, outcome, "worst" if worst else "best" if best else "newest", limit)
     command.show(run_dir, wanted, as_json, colour, tokens)
 
@@ -157,7 +157,7 @@ def show(
 def log(run_dir: RunPath) -> None:
     """List the logs of a run, and verify the checksum of each record.
 
-    The command changes nothing, so the run may still be running. It ends with status 1 if a record is damaged. docs/log-format.md describes
+    The command changes nothing, so the run may still be running. The exit status is 1 if a record is damaged. docs/log-format.md describes
     the file format.
     """
     from asyncmoe.log import belonging, files

@@ -16,7 +16,7 @@ from asyncmoe.process import unbroken_output
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run everything on this machine, or resume a stopped run.
 
-    The command starts engines, queue and trainer, and writes the report. Repeat the command to resume.
+    The command starts engines, queue and trainer, and writes the report.
 
     CONFIG may be the directory of a run, which then resumes there, even if it was moved or copied:
 
@@ -47,7 +47,7 @@ def eval_command(
     config: ConfigPath,
     overrides: Overrides = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write a line for each set to FILE, in the format of evaluation.jsonl.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the scores to FILE: a line for each set, as in evaluation.jsonl.")
     ] = None,
 ) -> None:
     """Score a checkpoint on the evaluation sets, without a run.
@@ -95,11 +95,11 @@ def engine(
 ) -> None:
     """Start one engine that joins a run, at any time.
 
-    For an engine over several machines (engines.nodes), start one node on each, all with the same --name:
+    For an engine over several machines (engines.nodes), run the command on each of them, with the same --name:
 
         asyncmoe engine CONFIG --name engine.a --node 1
 
-    On Ctrl-C or SIGTERM it finishes or hands over its responses, then leaves.
+    On Ctrl-C or SIGTERM the engine finishes or hands over its responses, then leaves.
     """
     from asyncmoe.launch import part
 
@@ -113,10 +113,10 @@ def worker(
 ) -> None:
     """Start one rollout worker that joins a run, on any machine.
 
-    Use it if the run has rollout.start_workers=false. The machine needs access to the log's folder.
+    Use this command if rollout.start_workers is false. The machine needs access to the log's folder.
 
     The worker runs episodes and holds their trajectories until the trainer has fetched them. It may start before or after the controller,
-    and ends with the run; a lost worker may be restarted at any time, under the same number.
+    and ends with the run. If a worker is lost, restart it under the same number.
     """
     from asyncmoe.launch import part
 

@@ -1,7 +1,7 @@
 """The configuration of a run: YAML in, frozen validated values out.
 
-Every process of a run reads the same file. Unknown keys, wrong types and impossible values are refused with the key's path, the value
-given and the value expected. `asyncmoe.models.check` refuses combinations that depend on the model's shape.
+Unknown keys, wrong types and impossible values are refused with the key's path, the value given and the value expected.
+`asyncmoe.models.check` refuses combinations that depend on the model's shape.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ class ClusterSection(Section):
     the name of an interface (ib0); or a network (10.1.0.0/16) in which this machine has an address. The environment variable ASYNCMOE_HOST
     overrides it."""
     port: Port = 0
-    """Port of the controller; 0: any free port, which rendezvous.json names. If network is loopback, 0 opens no port, because processes of
-    one machine use a Unix socket. Set it if a firewall admits fixed ports only."""
+    """Port of the controller; 0: any free port, which rendezvous.json names. With network loopback, 0 opens no port: the processes use a
+    Unix socket. Set it if a firewall admits only fixed ports."""
     trainer_nodes: Positive = 1
     """Nodes of the trainer; trainer.ranks are spread over them evenly."""
     engine_nodes: Positive = 1

@@ -32,7 +32,7 @@ class Wanted:
         tp: GPUs of each engine or part.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
-        parted: these are parts of engines over several machines.
+        parted: `engines` counts parts of engines over several machines.
     """
 
     ranks: int
@@ -85,7 +85,7 @@ def first_gpu(config: Config, several: bool) -> int:
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
-    """The GPUs wanted on the run's machine; with `several`, those wanted on a trainer machine, and on an engine machine."""
+    """The GPUs wanted on the run's machine; with `several`, on a trainer machine and on an engine machine."""
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
@@ -97,7 +97,7 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
 
 
 def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
-    """The first GPU of one node of an engine. On one machine the GPUs of its nodes are adjacent; on several, each node uses the `index`-th
+    """The first GPU of one node of an engine. If all nodes are on one machine, their GPUs are adjacent; otherwise each uses the `index`-th
     share of its machine's GPUs.
 
     Args:
@@ -108,7 +108,7 @@ def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
 
 
 def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
-    """The GPUs of every process on a machine that has `gpus` of them.
+    """The GPUs of every process on a machine with `gpus` GPUs.
 
     Args:
         hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run, for messages.
@@ -117,21 +117,21 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
     """
     limited = f" (CUDA_VISIBLE_DEVICES hides {hidden} more)" if hidden else ""
-    more = "name more of them in CUDA_VISIBLE_DEVICES, or " if hidden else ""
+    more = "name more GPUs in CUDA_VISIBLE_DEVICES, or " if hidden else ""
     if asked.ranks > gpus:
         raise ConfigError(
             "trainer.ranks",
             got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            hint=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
+            hint=f"{more}lower trainer.ranks with tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
         )
     devices = asked.devices
     if devices.shared and not asked.share:
         raise ConfigError(
             "engines.first_gpu",
-            got=f"{asked.first}: an engine and the trainer on {named(devices.shared)}",
-            expected=f"at least {asked.ranks}, after the trainer's",
-            hint="leave it out, or share them on purpose with engines.share_gpus=true",
+            got=f"{asked.first}, which puts an engine and the trainer on {named(devices.shared)}",
+            expected=f"at least {asked.ranks}, after the trainer's GPUs",
+            hint="leave it out, or share GPUs on purpose with engines.share_gpus=true",
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
@@ -140,7 +140,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} x {each} {asked.tp} from GPU {asked.first} on",
+            expected=f"{end}, for {asked.engines} x {each} = {asked.tp} GPUs from GPU {asked.first} on",
             hint=more + ways,
         )
     return devices

@@ -25,38 +25,38 @@ class EngineSection(Section):
     """Expert-parallel ranks of an engine; must divide tp."""
     nodes: Positive = 1
     """Machines over which the ranks of one engine are spread evenly; must divide tp. If above 1, `asyncmoe engine` runs on each of these
-    machines with the same --name and its own --node; without join, all ranks run on one machine."""
+    machines, with the same --name and a different --node."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json names none."""
+    """Dtype of the engine's weights; auto: the checkpoint's, or bfloat16 if its config.json names none."""
     python: Path | None = None
-    """Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."""
+    """Python interpreter with SGLang; null: `.venv-engine` beside asyncmoe's environment, else asyncmoe's own Python."""
     port: Port = 0
     """First port: engine i of a machine listens on port + i. 0: any free ports."""
     first_gpu: NonNegative | None = None
-    """First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU after the trainer's
-    if the run has one machine (0 with share_gpus), else 0."""
+    """First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU after the
+    trainer's, or 0 if engines and trainer share GPUs or are on different machines."""
     share_gpus: bool = False
     """Engines and trainer of one machine share GPUs, starting at GPU 0: the memory of each GPU is divided as `asyncmoe plan` computes, and
-    weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused."""
+    weights travel over CUDA IPC. false: an engine and the trainer may not use the same GPU."""
     max_running: Positive = 16
     """Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."""
     max_total_tokens: Positive | None = None
-    """Size of a server's KV cache, in tokens; null: as much as fits, computed as in `asyncmoe plan` if engines stage weights or share GPUs
-    with the trainer, otherwise chosen by SGLang."""
+    """Size of a server's KV cache, in tokens; null: as many as fit, as estimated by `asyncmoe plan` if engines stage weights or share GPUs
+    with the trainer, otherwise by SGLang."""
     start_timeout_s: Seconds = 180.0
     """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
     hang_timeout_s: Seconds = Field(60.0, ge=12.0)
-    """A hung engine is killed within this many seconds of its last token (of a request or a probe); its responses continue elsewhere. It
-    gets no new requests long before that. Raise this if a forward pass can take a third of it."""
+    """A hung engine is killed within this many seconds of its last token (of a request or a probe); its responses continue on other
+    engines. Raise this if a forward pass can take a third of this time."""
     restarts: NonNegative = 3
-    """How many times an engine that died or hung is restarted; 5 s pass before the first restart and twice as long before each further one.
-    A restarted engine serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With
-    sync.method broadcast or disk, or sync.every above 1, the run ends instead.)"""
+    """How many times an engine that died or hung is restarted; 5 s pass before the first restart, twice as long before each next one. A
+    restarted engine serves from the next version on. If all engines are lost, the trainer sends its weights again once one has restarted;
+    with sync.method broadcast or disk, or sync.every above 1, the run ends instead."""
     orphan_s: NonNegativeSeconds = 60.0
     """Seconds that engines outlive a lost controller, waiting for the next one to take them over. Raise it if the controller takes long to
-    start. 0: engines end with their controller, and losing it ends the run."""
+    start. 0: engines end with the controller, and losing the controller ends the run."""
     args: tuple[str, ...] = ()
-    """Further arguments for sglang.launch_server, among those that asyncmoe supports."""
+    """Your own arguments for sglang.launch_server; those that asyncmoe does not support are refused."""
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:
@@ -65,7 +65,7 @@ class EngineSection(Section):
         if self.tp % self.nodes:
             raise refused("engines.nodes", self.nodes, f"a divisor of engines.tp = {self.tp}")
         if self.nodes > 1 and self.share_gpus:
-            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set one of them only")
+            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set only one of the two")
         return self
 
     @property

@@ -16,28 +16,28 @@ _OWN_STYLES = ("hermes", "brackets")
 
 
 class ToolsSection(Section):
-    """Tools the policy may call, for environment.kind tools; style applies to openai, too."""
+    """Tools the policy may call with environment.kind tools. With environment.kind openai, only `style` applies."""
 
     names: tuple[str, ...] = ()
     """Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."""
     style: str = "hermes"
-    """Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: [name: argument], for
-    models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder or deepseekv3. environment.kind
-    openai returns such calls as tool calls of its API; it refuses the style brackets, because a call in brackets may lack the tool's
-    name."""
+    """Syntax of a tool call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: [name: argument],
+    for models so small that every token counts; or one of SGLang's parsers, such as qwen3_coder or deepseekv3. environment.kind openai
+    returns the calls in the form of its API, and refuses brackets, because such a call may lack the tool's name."""
     schemas: bool | None = None
-    """Give the tools' schemas to the chat template, which describes them to the policy. null: yes if style is not brackets and the task has
-    chat prompts."""
+    """Give the tools' schemas to the chat template, which describes them to the policy. null: true if style is not brackets and the task
+    has chat prompts."""
     options: dict[str, dict[str, Any]] = Field({})
-    """Limits by tool name (for your own function, its name): timeout_s, concurrency and characters of the answer; python has further
-    limits."""
+    """A mapping from the name of a tool or function to its limits: timeout_s, concurrency, and characters (of the answer); python has
+    more."""
     on_failure: Literal["observe", "reject"] = "observe"
-    """What happens if a call takes too long, answers too much, or is killed. observe: the policy reads a message about it, and its last
-    response within the limits on turns and tokens is scored. reject: the episode is rejected, as it always is if the tool itself fails."""
+    """What happens if a call takes too long, returns too much or is killed, or an episode reaches its limit on turns or tokens. observe:
+    the policy reads a message about such a call; at such a limit, the last response is scored. reject: the episode is rejected, as it
+    always is if the tool itself fails."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
-    """Maximum simultaneous sessions with MCP servers, over all episodes; a command's session is a process. Further episodes wait at their
-    first call."""
+    """Maximum simultaneous sessions with MCP servers, over all episodes; each session with a command is a process. If all are in use, an
+    episode waits at its first call."""
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:
@@ -70,16 +70,16 @@ class EnvironmentSection(Section):
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = 8
-    """Maximum responses of an agent in an episode; an episode with more is rejected (kind tools: as tools.on_failure says)."""
+    """Maximum responses of an agent in an episode; an episode with more is rejected (with kind tools, tools.on_failure decides)."""
     max_agents: Positive = 8
     """Maximum agents in an episode; the conversation of each becomes a trajectory."""
     max_paths: Positive = 32
-    """Maximum paths of an agent's tree of turns, which branches where the history is forked, edited or cut; each path becomes a
-    trajectory."""
+    """Maximum paths in the tree of an agent's turns. The tree branches where the agent forks, edits or cuts its history; each path becomes
+    a trajectory."""
     max_tokens: Positive | None = None
     """Maximum tokens of an agent's conversation; null: the model's context length."""
     timeout_s: Seconds = 600.0
-    """Seconds an episode may take before scoring; a slower one is rejected."""
+    """Seconds an episode may take, not counting scoring; a slower episode is rejected."""
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:
@@ -91,11 +91,11 @@ class EnvironmentSection(Section):
             raise refused("environment.tools.mcp", "servers", f"none because environment.kind is {self.kind}", hint)
         if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
             expected = "no keys because only environment.kind tools with python in environment.tools.names uses them"
-            hint = "your own class passes the keys to WithTools(sandbox=...)"
+            hint = "a class of your own passes them to WithTools(sandbox=...)"
             raise refused("environment.sandbox", "keys", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":
             expected = "hermes or a parser of SGLang because environment.kind is openai, whose clients need calls with a name; leave it out"
             raise refused("environment.tools.style", "'brackets'", expected)
         if self.kind == "openai" and self.agent is None:
-            raise refused("environment.agent", "nothing", "package.module:function because environment.kind is openai; give the agent")
+            raise refused("environment.agent", "nothing", "package.module:function because environment.kind is openai; name your agent")
         return self

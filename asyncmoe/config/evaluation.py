@@ -14,12 +14,12 @@ _SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
 
 
 class EvaluationSet(SourceSection):
-    """A mapping: sets of questions by name, each with these keys; each set is evaluated and recorded by itself. A set without a source asks
-    questions held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value default to those
-    of `evaluation`."""
+    """A mapping from names to sets of questions, each with these keys; sets are evaluated and recorded separately. A set without a source
+    asks questions held out from the task; a set with a subset or split but no path reads the task's path. The keys prompts, samples,
+    temperature, top_p and max_new_tokens default to their values in `evaluation`."""
 
     kind: Kind | None = None
-    """As task.kind, for the set; null: dataset if task.kind is dataset or a subset or split is given, else jsonl."""
+    """As task.kind, for the set; null: dataset if task.kind is dataset, or if the set has a subset or split; else jsonl."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     prompts: Positive | None = None
@@ -65,16 +65,16 @@ class EvaluationSection(Section):
     """Ask every n-th version, and the last, the same questions, on the run's own engines. Training does not wait for the answers."""
 
     every: NonNegative = 0
-    """Versions between evaluations, the first at the end of the warm-up; 0: never. The last step's version is always evaluated, before the
-    run ends."""
+    """Versions between evaluations, the first at the end of the warm-up; the last step's version is also evaluated, before the run ends. 0:
+    no evaluation at all."""
     prompts: Positive = 64
     """Maximum questions of an evaluation, the same ones each time."""
     samples: Positive = 1
     """Episodes per question; more give a less noisy mean, and pass@k for every k up to this number."""
     path: Path | None = None
-    """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal one of them except in white space
-    and system messages. null: questions held out from the task, which training never asks; for an endless task (arithmetic) evaluation
-    questions are drawn separately, and may coincide with training questions."""
+    """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal an evaluation question, apart from
+    white space and system messages. null: questions held out from training; for an endless task (arithmetic) they are drawn separately, and
+    may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
     pass_reward: Real = 1.0
     """Lowest reward with which an episode passes, for pass@k."""
@@ -85,7 +85,7 @@ class EvaluationSection(Section):
     max_new_tokens: Positive | None = None
     """Maximum tokens of a response; null: rollout.max_new_tokens."""
     max_concurrent: Positive | None = None
-    """Maximum evaluation episodes in flight, out of rollout.max_concurrent; null: an eighth of it."""
+    """Maximum evaluation episodes in flight; null: an eighth of rollout.max_concurrent."""
 
     @property
     def every_set(self) -> dict[str, EvaluationSet]:
@@ -96,11 +96,11 @@ class EvaluationSection(Section):
     @model_validator(mode="after")
     def _check(self) -> EvaluationSection:
         if self.sets and self.path is not None:
-            raise refused("evaluation.path", self.path, "null because there are evaluation.sets; make it one of them")
+            raise refused("evaluation.path", self.path, "null because there are evaluation.sets; make the path one of the sets")
         for name, one in self.sets.items():
             key = f"evaluation.sets.{name}"
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
                 raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
-                raise refused(f"{key}.path", "nothing", "the set's own source, which its other keys describe")
+                raise refused(f"{key}.path", "nothing", "a path, because where, filter, columns and options describe the set's own source")
         return self

@@ -39,7 +39,7 @@ def _switch(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_number)
-"""Put `NUMBER` last in `Annotated`, after the bounds; otherwise the JSON schema lacks the bounds."""
+"""In `Annotated`, `NUMBER` follows the bounds; otherwise the JSON schema lacks them."""
 FINITE = Field(allow_inf_nan=False)
 Real = Annotated[float, FINITE, NUMBER]
 Positive = Annotated[int, Field(gt=0), NUMBER]
@@ -47,7 +47,7 @@ NonNegative = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
 _WEEK_S = 604800
-"""Longest wait in seconds: three times this, in milliseconds, still fits the timeout of poll(2)."""
+"""Longest wait: three times this, in milliseconds, still fits the timeout of poll(2)."""
 Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
@@ -99,8 +99,8 @@ def wrong_address(url: str) -> tuple[str, str] | None:
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
         return None
-    got = "one with a user's name or password" if "@" in parts.netloc else repr(url)
-    return got, "http://... or https://... without a user's name or password; those are for token_env"
+    got = "an address with a user's name or password" if "@" in parts.netloc else repr(url)
+    return got, "http://... or https://... without a user's name or password; token_env is for a token"
 
 
 def said(value: object) -> str:
@@ -116,10 +116,10 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
         named, target: the key that names the code, and its value.
 
     Raises:
-        ValueError: there are options, but the target is built in.
+        ValueError: there are options, but `target` is built in.
     """
     if options is not None and not plugins.is_name(target):
-        raise refused(key, options, f"null because {named} is {target}; leave them out, or name your own as {plugins.FORM}")
+        raise refused(key, options, f"null because {named} is {target}; leave them out, or name your own code as {plugins.FORM}")
 
 
 class Section(BaseModel):
@@ -145,5 +145,5 @@ Filled = TypeVar("Filled", bound=Section)
 
 
 def filled(one: Filled, others: Section, names: Iterable[str]) -> Filled:
-    """Return `one` with its null values, as far as their keys are in `names`, replaced by those of another section."""
+    """Return `one` with the null values of the keys in `names` replaced by another section's."""
     return one.model_copy(update={name: getattr(others, name) for name in names if getattr(one, name) is None})

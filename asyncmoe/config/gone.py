@@ -16,11 +16,11 @@ LAST = "64a8fbaf"
 
 @dataclass(frozen=True)
 class Gone:
-    """A removed key, or a section of which every key is removed.
+    """A removed key or section.
 
     Attributes:
         instead: what to do instead; follows "expected" in the message.
-        idle: values that are not refused; None: all, because another key triggers the refusal.
+        idle: values that are ignored instead of refused; None: all values.
     """
 
     instead: str
@@ -224,7 +224,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
 
 
 def _name(path: tuple[str, ...]) -> str:
-    """Return the name of a key in the tables, without the number of a mixture's source and the name of an evaluation set."""
+    """Return the name of a key in the tables, without the number of a mixture's source or the name of an evaluation set."""
     of_many = path[:2] in (("task", "sources"), ("evaluation", "sets"))
     return ".".join((*path[:2], *path[3:]) if of_many else path)
 
@@ -236,7 +236,7 @@ def _sections(name: str) -> Iterable[str]:
 
 
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of every key that is not a section, or is an empty one."""
+    """Yield the path and value of every key that is not a section, and of empty sections."""
     for name, value in values.items():
         path = (*above, str(name))
         if path == ("task", "sources") and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
@@ -248,7 +248,7 @@ def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def _remove(values: dict[str, Any], path: tuple[str, ...], keys: Mapping[str, Gone]) -> None:
-    """Remove a key, and the removed sections that are then empty."""
+    """Delete a key, and the removed sections that this empties."""
     for depth in range(len(path), 0, -1):
         inner: Any = values
         for name in path[: depth - 1]:

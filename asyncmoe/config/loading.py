@@ -26,7 +26,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         idle: nothing will be started, so removed keys (`asyncmoe.config.gone`) are ignored.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
+        ConfigError: the file is missing or not YAML, or a key, type or value is refused; the message has a line for each.
     """
     values, lines = ({}, {}) if path is None else read(path)
     for override in overrides:
@@ -60,7 +60,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     except RecursionError as error:
         raise ConfigError(str(path), got=_TOO_DEEP, expected="valid YAML") from error
     except OSError as error:
-        raise ConfigError(str(path), got=error.strerror, expected="a YAML configuration that can be read") from error
+        raise ConfigError(str(path), got=error.strerror, expected="a readable YAML configuration") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
     return values, dict(_lines(node))
@@ -70,7 +70,7 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
     """Validate plain values.
 
     Raises:
-        ConfigError: names every invalid value with the path of its key, a line each.
+        ConfigError: names every invalid value and the path of its key, a line each.
     """
     return _validated(Config, values, Source(source))
 
@@ -79,7 +79,7 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
     """Validate plain values that a user's own code gives for the section `key`.
 
     Raises:
-        ConfigError: names every invalid value with the path of its key, a line each.
+        ConfigError: names every invalid value and the path of its key, a line each.
     """
     try:
         return schema.model_validate(values)
@@ -90,8 +90,8 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
 
 
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
-    """Validate values. Rules between keys apply only to values that are valid by themselves, so refused keys are taken out, and the rest is
-    validated again. Raises ConfigError with a line for each of `refused` and each error of the schema."""
+    """Validate values. Rules between keys apply only to values that are valid by themselves, so the rest is validated again without the
+    refused keys. Raises ConfigError with a line for each of `refused` and each error of the schema."""
     faults, found, cut = Faults(*refused), None, set[str]()
     rest: dict[str, Any] | None = values
     while rest is not None and found is None:
@@ -137,7 +137,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent} is not a section", expected="a section")
+            raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent}, which is no section", expected="a section")
     try:
         value = yaml.load(text, Loader=_Loader)
         values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # an incomplete module:name, not a mapping

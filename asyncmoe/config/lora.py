@@ -37,7 +37,7 @@ class LoraSection(Section):
 
     start: Path | None = None
     """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without the
-    adapter. null: new adapters, which change nothing yet."""
+    adapter. null: new adapters, which change nothing at first."""
 
     @field_validator("targets")
     @classmethod
@@ -50,6 +50,6 @@ class LoraSection(Section):
     @model_validator(mode="after")
     def _check(self) -> LoraSection:
         if self.experts == "shared_outer" and self.targets is not None and not set(self.targets) & set(MLP):
-            expected = f"per_expert because lora.targets has none of {', '.join(MLP)}; leave it out, or add one"
+            expected = f"per_expert because lora.targets has none of {', '.join(MLP)}; leave lora.experts out, or add a target"
             raise refused("lora.experts", "shared_outer", expected)
         return self

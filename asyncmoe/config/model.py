@@ -9,8 +9,7 @@ from asyncmoe.config.fields import NameOrPlugin, Positive, Section
 
 
 class MadeModel(Section):
-    """A tiny random model, written to `model.path` if that does not exist and lies below runs/models or run.dir (`asyncmoe make-model`
-    writes the same anywhere)."""
+    """A tiny random model, written to `model.path` if nothing exists there; the path must be below runs/models or run.dir."""
 
     layers: Positive = 2
     """Decoder layers; each has experts."""
@@ -36,12 +35,11 @@ class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
     path: Path
-    """Directory with config.json, safetensors files and a tokenizer; or the id of a model on the Hugging Face hub (org/name), which is
-    downloaded into the hub's cache before anything starts."""
+    """Directory with config.json, safetensors files and a tokenizer; or a model's id on the Hugging Face hub (org/name), from which it is
+    downloaded before anything starts."""
     family: Annotated[str, NameOrPlugin(("auto",))] = "auto"
-    """Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md)."""
+    """Model family. auto: the one for model_type in config.json; or your own `Family` object (docs/guides/model-family.md)."""
     trust_remote_code: bool = False
     """Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."""
     make: MadeModel | None = None
-    """Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir only; leave this key out for a model of
-    your own."""
+    """Write a tiny random Qwen3-MoE to `path`, below runs/models or run.dir, if nothing exists there; null: no model is made."""

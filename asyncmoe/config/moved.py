@@ -37,8 +37,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -> Config:
     """Return the configuration with which a run was last started, for the directory in which it is now.
 
-    `run.dir` is `run_dir`, unless an override names another one. Every path below the former `run.dir`, such as that of a model the run
-    made, becomes the same path below `run_dir`.
+    `run.dir` is `run_dir`, unless an override sets it. Every path below the former `run.dir`, such as that of a model the run made, becomes
+    the same path below `run_dir`.
 
     Args:
         idle: as for `asyncmoe.config.loading.load_as`; False to resume the run.
@@ -63,7 +63,7 @@ def absolute(config: Config) -> Config:
 
 
 def check_place(file: Path, overrides: Sequence[str]) -> None:
-    """Refuse to start from the configuration in a run's directory if its run.dir is another directory: another run would start or resume.
+    """Refuse to start from a run's own configuration if it names another run.dir, where another run would start or resume.
 
     Raises:
         ConfigError: the run was moved or copied, and no override names its directory.

@@ -28,7 +28,7 @@ class Source:
 
     Attributes:
         name: name of the file.
-        lines: line in the file by path of the key.
+        lines: path of a key -> its line in the file.
         overrides: paths of the keys that the command line sets.
     """
 
@@ -83,7 +83,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        if "." not in key:  # the user named the key's section
+        if "." not in key:  # the user chose the section's name, which its validator does not know
             key = ".".join(parts if parts[-1:] == (key,) else (*parts, key))
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
@@ -99,7 +99,7 @@ def wanted(one: ErrorDetails) -> str:
 
 
 def _meant(one: ErrorDetails) -> str | None:
-    """Return the choice that a misspelt one most likely means, as a hint."""
+    """Return, as a hint, the choice that a misspelt value most likely means."""
     context = one.get("ctx", {})
     near = context.get("meant")
     if one["type"] == "literal_error" and isinstance(one["input"], str):
@@ -135,7 +135,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         if part not in section.model_fields:
-            continue  # an index or a name inside a list or mapping of sections, whose class `section` already is
+            continue  # an index or a name in a list or mapping of sections: `section` is already their class
         annotation = section.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))

@@ -18,18 +18,18 @@ class RunSection(Section):
     steps: Positive
     """Reinforcement-learning steps, not counting warmup.steps."""
     mode: Literal["async", "sync", "one_step_off"] = "async"
-    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. sync and one_step_off are baselines. sync:
-    each batch is sampled with the weights that it then trains, so engines and trainer take turns (sets max_staleness 0). one_step_off: a
-    batch is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 and rollout.interruption
-    drain)."""
+    """async: engines and trainer run at the same time, within the bound of queue.staleness.max_staleness. sync and one_step_off are
+    baselines. sync: each batch is sampled with the weights that it then trains, so engines and trainer take turns (sets max_staleness 0).
+    one_step_off: each batch is sampled while the previous one is trained, and is complete before the engines get new weights (sets
+    max_staleness 1 and rollout.interruption drain)."""
     seed: NonNegative = 0
     """Seed of every random draw: prompts, sampling."""
     new_data_at: NonNegative | None = None
-    """Step of a checkpoint; when the run resumes from it, task and evaluation may differ from before."""
+    """Step of the checkpoint from which the run may resume with other task and evaluation keys than before; null: they must be the same."""
     controller_restarts: NonNegative = 2
-    """How many times in a row, without a new step in between, a controller ended by a signal (killed, crashed, out of memory) is restarted.
-    The trainer restarts with it, from the newest checkpoint, while engines wait (engines.orphan_s). 0: losing the controller ends the
-    run."""
+    """How many times in a row, without a new step in between, the controller is restarted after a signal ended it (killed, crashed, out of
+    memory). The trainer restarts with it, from the newest checkpoint, while engines wait (engines.orphan_s). 0: losing the controller ends
+    the run."""
 
 
 class WarmupSection(Section):
@@ -40,6 +40,6 @@ class WarmupSection(Section):
     batch: Positive = 64
     """Demonstrations per step."""
     lr: PositiveFloat = 1e-3
-    """Learning rate of the warm-up, constant."""
+    """Constant learning rate of the warm-up."""
     wrong_share: float = Field(0.0, ge=0, lt=1)
-    """arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."""
+    """With task.kind arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."""

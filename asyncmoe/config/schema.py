@@ -1,4 +1,4 @@
-"""The whole configuration, its checks across sections, and the values that follow from several of them."""
+"""The whole configuration, its checks across sections, and values that follow from several sections."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Config(Section):
             expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
             raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
         if self.sync.every > (most := self.queue.staleness.max_staleness + 1):
-            hint = "with fewer versions than batches the capacity law would never admit the next batch"
+            hint = "lower it, or raise max_staleness: otherwise the queue would never admit the next batch"
             raise refused("sync.every", self.sync.every, f"at most queue.staleness.max_staleness + 1 = {most}", hint)
         if self.queue_capacity < self.rollout.batch:
             expected = f"at least a step's batch of rollout.groups_per_step * rollout.group_size = {self.rollout.batch}"
@@ -95,13 +95,13 @@ class Config(Section):
             expected = f"at least rollout.workers = {self.rollout.workers}: each worker has a request in flight"
             raise refused("rollout.max_concurrent", self.max_concurrent, expected)
         if self.keeps_sampling_mask and self.rollout.top_k is None:
-            expected = "a number because sampling masks are kept (engines report only supports of bounded size)"
+            expected = "a number because sampling masks are kept (engines report bounded masks only)"
             raise refused("rollout.top_k", "null", expected, "set rollout.top_k, or keep.sampling_mask to off")
         if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
-            expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
+            expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger masks)"
             raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
         if self.trainer.ranks % self.cluster.trainer_nodes:
-            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has the same number"
+            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every trainer node runs equally many ranks"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
             raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
@@ -111,7 +111,7 @@ class Config(Section):
         if self.sync.method != "reshard" and self.train == "lora":
             raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
-            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
+            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change either key")
         return self
 
     @model_validator(mode="after")
@@ -125,7 +125,7 @@ class Config(Section):
                 continue
             key = f"evaluation.sets.{name}" if name else "evaluation"
             if one.path is None and self.task.sources and one.kind in (None, *READ):
-                raise refused(f"{key}.path", "nothing", "the set's path because the task has several sources")
+                raise refused(f"{key}.path", "nothing", "a path because the task has several sources")
             try:
                 one.task(self.task)
             except ValidationError as error:
@@ -169,7 +169,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Config:
-        """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
+        """Refuse what shared GPUs rule out: NCCL (it refuses two ranks on one GPU) and several machines."""
         if not self.engines.share_gpus:
             return self
         because = "because engines.share_gpus is true"
@@ -197,14 +197,14 @@ class Config(Section):
 
     @property
     def survives_controller(self) -> bool:
-        """True if a lost controller can be restarted, with the trainer, while engines wait for it. The new controller must find in the log
-        what was sampled and trained, and it must know whether an engine holds a whole version."""
+        """True if a lost controller can be restarted, with the trainer, while engines wait for it. The log tells the new controller what
+        was sampled and trained, and each engine reports whether it holds a whole version."""
         return self.sync.method == "reshard" and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:
-        """True if the run survives losing all engines at once: the trainer sends its weights once more to the restarted engines. The
-        trainer has the last version's weights only if every step publishes a version."""
+        """True if the run survives losing all engines at once: the trainer sends its weights once more. It has the last version's weights
+        only if every step publishes a version."""
         return self.engines.restarts > 0 and self.sync.method == "reshard" and self.sync.every == 1
 
     @property
@@ -242,7 +242,7 @@ class Config(Section):
 
     @property
     def digest_without_layout(self) -> str:
-        """As `digest`, without the keys of `LAYOUT`: a run with another layout can load the checkpoints."""
+        """As `digest`, without the keys of `LAYOUT`, because a run with another layout can load the checkpoints."""
         values = self._shared()
         for section, keys in LAYOUT.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}

@@ -18,7 +18,7 @@ class TeacherSection(Section):
     url: str
     """Address of the teacher, http://host:port; its model must have the policy's tokenizer."""
     key_variable: str | None = None
-    """Variable of the rollout workers' environment with the API key of the teacher's server; null: it requires none."""
+    """Environment variable of the rollout workers that holds the API key of the teacher's server; null: no key."""
     timeout_s: Seconds = 60.0
     """Seconds one call may take."""
     concurrency: Positive = 16
@@ -34,29 +34,30 @@ class ScoringSection(Section):
     """The scorer, its limits, and what happens when it fails. A response that cannot be scored is rejected, never scored 0."""
 
     scorer: str = "auto"
-    """auto (math_verify for jsonl and dataset, exact for arithmetic), exact, math_verify, your own function as package.module:function,
-    your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the teacher only."""
+    """auto (math_verify for task.kind jsonl and dataset, exact for arithmetic), exact, math_verify, your own function as
+    package.module:function, your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the teacher
+    only."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of a scorer class."""
     teacher: TeacherSection | None = None
     step_separator: str | None = Field(None, min_length=1)
     """Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."""
     concurrency: Positive | None = None
-    """Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain function or
-    class the number of cores, at most 4. Raise it if responses wait for their turn."""
+    """Maximum calls in flight. A function or class that is not async runs in this many processes. null: for such a scorer the number of
+    cores, at most 4; for all others 64. Raise it if responses wait for their turn."""
     timeout_s: Seconds = 10.0
     """Seconds one call may take."""
     deadline_s: Seconds = 600.0
     """Seconds the scoring of one response may take, including all waiting and retries."""
     retries: NonNegative = 2
-    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline instead. 0: no call is
-    retried."""
+    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline instead. 0: no call is retried
+    at all."""
     try_first: bool = True
-    """Before engines start, score the first prompt's own answer once, with the scorer and the teacher; the run ends if that fails. Set
-    false for an endpoint that is ready only later."""
+    """Before engines start, score the reference answer of the first prompt with the scorer and the teacher; the run ends if that fails. Set
+    false for an endpoint that is not ready by then."""
     on_failure: Literal["drop", "requeue"] = "drop"
-    """What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled again, up to 3
-    attempts in all."""
+    """What happens to a group with a response that cannot be scored. drop: the group is rejected. requeue: its prompt is sampled again, up
+    to 3 attempts in all."""
 
     @property
     def start_over(self) -> frozenset[str]:
@@ -84,7 +85,7 @@ class ScoringSection(Section):
             raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
         for key, call_s in (("timeout_s", self.timeout_s), ("teacher.timeout_s", self.teacher.timeout_s if self.teacher else 0.0)):
             if self.deadline_s < call_s:
-                expected = f"at least scoring.{key} = {call_s:g}, because it covers all calls and all waiting"
+                expected = f"at least scoring.{key} = {call_s:g}, because the deadline covers all calls and all waiting"
                 raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 

@@ -2,7 +2,7 @@
 (recorded log-probabilities, routes and masks, versions, and the memory that weights are written into). All others are refused, so that an
 argument of another SGLang version is reviewed before a run trains with it.
 
-Source: the fields of sglang 0.5.23's ServerArgs (srt/arg_groups/fields) and srt/environ.py. A test compares them.
+Source: the fields of sglang 0.5.23's ServerArgs (srt/arg_groups/fields) and srt/environ.py. A test compares this list with them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
 
 
 def value(words: Sequence[str], name: str) -> str | None:
-    """Return the last value of an argument, given after a space or a "="; None without the argument."""
+    """Return an argument's last value, given after a space or a "="; None if the argument is missing."""
     found = None
     for at, word in enumerate(words):
         flag, equals, given = word.partition("=")

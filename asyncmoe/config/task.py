@@ -33,54 +33,55 @@ class ColumnsSection(Section):
     """Names of the columns of a row; a name with dots, such as reward_model.ground_truth, reaches into nested values."""
 
     question: str = "question"
-    """The question: text, or a list of messages with role and content."""
+    """Column of the question: text, or a list of messages with role and content."""
     answer: str | None = "answer"
-    """The answer: text or a number; the part after the last #### is the reference. null: there is none."""
+    """Column of the answer: text or a number; of a text with ####, only the part after the last #### counts. null: no answers."""
     keep: tuple[str, ...] | None = None
-    """Other columns that scorers and environments receive; null: all. Their values must fit into JSON."""
+    """Columns besides question and answer that scorers and environments receive; null: all. Their values must fit into JSON."""
 
 
 class SourceSection(Section):
-    """Where the rows of jsonl and dataset are."""
+    """Where a task of kind jsonl or dataset gets its rows."""
 
     path: Path | None = None
-    """jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a directory, or the id
-    of a data set on the Hugging Face hub."""
+    """Kind jsonl: a file with a JSON object per line. Kind dataset: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a directory, or
+    the id of a data set on the Hugging Face hub."""
     subset: str | None = None
-    """dataset: configuration of a data set on the hub, for example main."""
+    """Kind dataset: configuration of a data set on the hub, for example main."""
     split: str | None = None
-    """dataset: split, for example test; null: train."""
+    """Kind dataset: split, for example test; null: train."""
     where: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
     """Rows to keep, as {column: value}; a list of values means any of them."""
     filter: Annotated[str, NameOrPlugin(())] | None = None
-    """Rows to keep: your own function of a row that returns true or false, as package.module:function."""
+    """Your own function that returns whether to keep a row, as package.module:function."""
     columns: ColumnsSection | None = None
 
 
 class WeightedSource(SourceSection):
-    """A list: the sources of a mixture, each with these keys. Keys without a value default to those of `task`."""
+    """A list of the sources of a mixture, each with these keys. A key left null is taken from `task`."""
 
     weight: PositiveFloat = 1.0
-    """Share of the prompts from this source, relative to the weights of the others."""
+    """Share of this source in the prompts, relative to the weights of the other sources."""
 
 
 class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
     kind: Kind
-    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: those of other files and data sets; or
-    your own class (docs/guides/task.md)."""
+    """arithmetic: an endless series of random calculations; jsonl: questions from a JSONL file; dataset: questions from other files or a
+    data set; or your own class (docs/guides/task.md)."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
-    """arithmetic: operators to draw from."""
+    """Kind arithmetic: operators to draw from."""
     difficulty: Positive = 1
-    """arithmetic: decimal digits of each operand."""
+    """Kind arithmetic: decimal digits of each operand."""
     sources: tuple[WeightedSource, ...] = Field(())
     chat_template: bool = True
-    """Apply the tokenizer's chat template to questions that are text; false for a base model without one. Not for arithmetic."""
+    """Apply the tokenizer's chat template to questions that are text, except with kind arithmetic. Set false for a base model that has no
+    template."""
     system_prompt: str | None = None
-    """System message put before every conversation without one."""
+    """System message for every conversation that has none."""
     chat_template_kwargs: dict[str, Any] = Field({})
     """Variables of the chat template, such as {enable_thinking: false}."""
 
@@ -100,7 +101,7 @@ class TaskSection(SourceSection):
             key = "task.sources" if self.sources else "task.path"
             raise refused(key, "nothing", f"the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if math.isinf(sum(one.weight for one in self.sources)):
-            raise refused("task.sources", "weights whose sum is not finite", "smaller ones; only their ratios count")
+            raise refused("task.sources", "weights whose sum is not finite", "smaller weights; only their ratios count")
         if self.kind != "arithmetic":
             for name in ("operations", "difficulty"):
                 if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
@@ -113,7 +114,7 @@ class TaskSection(SourceSection):
                 got = value if isinstance(value, str | dict | bool | Path) else "a value"
                 raise refused(f"task.{name}", got, f"none because task.kind is {self.kind}; leave it out")
         if self.kind == "jsonl" and any(one.subset or one.split for one in self.mixture):
-            raise refused("task.kind", "jsonl", "dataset because a subset or a split is given; change it, or leave them out")
+            raise refused("task.kind", "jsonl", "dataset because a subset or a split is given; change the kind, or leave them out")
         if self.system_prompt is not None and not self.chats:
             expected = "null because task.chat_template is false; set that to true, or write the text into the questions"
             raise refused("task.system_prompt", f"{self.system_prompt!r}", expected)

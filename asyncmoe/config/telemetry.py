@@ -21,7 +21,7 @@ class WandbSection(Section):
 
 class MlflowSection(Section):
     """MLflow; needs `pip install 'asyncmoe[mlflow]'`. MLFLOW_TRACKING_URI names the tracking server, for example http://127.0.0.1:5000
-    (https if it is not yours); credentials come from MLFLOW_TRACKING_USERNAME and the like."""
+    (https if the server is not your own); credentials come from MLFLOW_TRACKING_USERNAME and the like."""
 
     experiment: str = Field("asyncmoe", min_length=1)
     """Experiment, created if it does not exist. The run has the name of run.dir."""
@@ -47,12 +47,12 @@ class ProfileSection(Section):
 
 
 class SamplesSection(Section):
-    """Trajectories kept for reading with `asyncmoe show` (docs/guides/samples.md), in run.dir/samples, which only its owner can read and
-    which holds at most 256 MiB. The groups are drawn with run.seed, so a group that is sampled again is kept again. Of a prompt, and of the
-    text after it, at most 8,192 tokens each are kept; of a longer text, the middle is left out."""
+    """Trajectories kept in run.dir/samples for `asyncmoe show` (docs/guides/samples.md). Only its owner can read the folder, which holds at
+    most 256 MiB. The groups are drawn at random with run.seed. At most 8,192 tokens of a prompt and 8,192 of the text after it are kept;
+    the middle of a longer text is left out."""
 
     groups: NonNegative = 2
-    """Groups kept of each rollout.groups_per_step prompts, rejected and dropped groups included; 0: none."""
+    """Groups to keep of every rollout.groups_per_step groups, rejected and dropped ones included; 0: none."""
 
 
 class TelemetrySection(Section):

@@ -22,22 +22,22 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     """Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."""
     min_lr: NonNegativeFloat = 0.0
-    """Final learning rate of the decay, reached after the last step."""
+    """Learning rate at the end of the decay, after the last step."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises linearly to lr."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from lr to min_lr; constant: none."""
+    """Shape of the decay from lr to min_lr; constant: no decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Adam's decay rates of the mean gradient and of the mean squared gradient."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's weight decay, multiplied by the learning rate. Norms do not decay."""
+    """AdamW's weight decay, multiplied by the learning rate; not applied to norms."""
     clip_grad: PositiveFloat = 1.0
     """Clip the gradient to this norm."""
     distributed: bool | None = None
-    """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard if there are
-    several such ranks. A run may resume with another setting."""
+    """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer). null: shard if there are several such ranks.
+    A run may resume with another setting."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
@@ -47,17 +47,17 @@ class OptimizerSection(Section):
 
 
 class MemorySection(Section):
-    """Ways, besides recomputation, to save memory of a trainer's GPU at the price of time; see docs/guides/memory.md. All of them need a
-    GPU and shard the optimizer's state (optimizer.distributed)."""
+    """Ways, besides recomputation, to save the trainer's GPU memory at the cost of time; see docs/guides/memory.md. All need a GPU and a
+    sharded optimizer state (optimizer.distributed)."""
 
     optimizer_offload: Fraction = 0.0
     """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) kept in host memory and updated by the CPU
-    (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included."""
+    (Megatron's HybridDeviceOptimizer). In host memory a parameter takes 16 bytes, gradient included."""
     exp_avg_dtype: Moment = "float32"
-    """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no optimizer_offload.
-    Checkpoints hold float32 in any case, and can be resumed with another dtype."""
+    """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter, needs Transformer Engine, and excludes optimizer_offload.
+    Checkpoints always hold float32, so a run can resume with another dtype."""
     exp_avg_sq_dtype: Moment = "float32"
-    """The same for the averages of squared gradients."""
+    """As exp_avg_dtype, for the averages of squared gradients."""
 
     @property
     def low_precision(self) -> bool:
@@ -66,15 +66,15 @@ class MemorySection(Section):
 
     @property
     def precision_aware(self) -> bool:
-        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself, so that offloaded weights leave no copy on
-        the GPU."""
+        """True if Megatron's precision-aware optimizer is used. It keeps float32 weights itself, so offloaded weights leave no copy on the
+        GPU."""
         return self.low_precision or self.optimizer_offload > 0
 
 
 class MegatronSection(Section):
-    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it. Megatron's
-    other switches are set by the same rule; the trainer's log names them. A switch set to true that cannot be on is refused before the
-    model is built."""
+    """Megatron's switches, under Megatron's names. null: the switch is on if this machine supports it and the run computes correctly with
+    it. Megatron's other switches are set by the same rule; the trainer's log names them. A switch set to true that cannot be on is refused
+    before the model is built."""
 
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."""
@@ -82,12 +82,12 @@ class MegatronSection(Section):
     """Compute all experts of a rank in one grouped matrix multiplication: Transformer Engine's, else torch's, which is fast in bfloat16
     on Hopper and Blackwell. false: one expert after the other."""
     bias_activation_fusion: bool | None = None
-    """Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."""
+    """Apply SwiGLU and the router's weights in one compiled kernel, which keeps only its input for the backward pass; needs a GPU."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks during the last backward pass. null: true on GPUs with several such ranks."""
     overlap_param_gather: bool | None = None
-    """Gather new weights during the next forward pass; needs the distributed optimizer. null: off if weights are published after every
-    step (sync.every 1), since publishing reads all of them."""
+    """Gather new weights during the next forward pass; needs the distributed optimizer. null: off with sync.every 1, since publishing reads
+    all weights."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."""
 
@@ -98,14 +98,14 @@ class TrainerSection(Section):
     ranks: Positive = 1
     """Trainer ranks, one process (and GPU) each; a multiple of tp * cp * pp. Data-parallel size: ranks / (tp * cp * pp)."""
     tp: Positive = 1
-    """Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism)."""
+    """Tensor-parallel ranks; where they do not divide weights, they divide the sequence (sequence parallelism)."""
     pp: Positive = 1
     """Pipeline-parallel stages."""
     ep: Positive = 1
     """Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."""
     cp: Positive = 1
-    """Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. Raise it if a sequence's
-    activations do not fit on one rank; on GPUs it needs Transformer Engine."""
+    """Context-parallel ranks: every sequence, padded to a multiple of 2 * cp tokens, is divided among them. Raise it if a sequence's
+    activations do not fit on one rank. Above 1, GPUs need Transformer Engine."""
     vpp: Positive = 1
     """Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule."""
     first_stage_layers: Positive | None = None
@@ -117,11 +117,11 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."""
     precision: Literal["fp8"] | None = None
-    """Precision of computation in layers; null: that of dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's
-    blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent in bfloat16; embedding, output layer,
-    routers, norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
+    """Precision of computation in layers; null: dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise
+    recipe, E4M3, as in DeepSeek-V3); weights are kept, saved and sent in bfloat16; embedding, output layer, routers, norms and attention
+    compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
     edge_layers: NonNegative = 1
-    """With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
+    """With precision fp8: number of layers at each end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
     pack: bool = True
     """Pack several sequences into a micro-batch; false: one sequence per micro-batch."""
     tokens_per_microbatch: Positive = 4096
@@ -131,31 +131,33 @@ class TrainerSection(Section):
     """Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the backward pass;
     selective: recompute only the parts in recompute_modules."""
     recompute_modules: tuple[Recomputed, ...] = ("moe",)
-    """For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, mlp (of dense layers), moe (router, experts and
-    dispatched tokens), shared_experts; with Transformer Engine also layernorm and moe_act."""
+    """Parts to recompute if recompute is selective, by Megatron's names. mlp: of dense layers; moe: router, experts and dispatched tokens.
+    layernorm and moe_act need Transformer Engine."""
     router_bias_rate: NonNegativeFloat = 0.0
-    """Change per step of the router's expert biases, for models that have them: up if the expert got fewer than the mean number of the
-    step's tokens, down if more. 0: biases are frozen."""
+    """Amount by which a step changes each of the router's expert biases, if the model has them: up if the expert got fewer tokens than the
+    mean, down if it got more. 0: biases are frozen."""
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     megatron: MegatronSection = MegatronSection()
     checkpoint_every: NonNegative = 0
-    """Steps between checkpoints, and so the most that a crash can lose; 0: only after the warm-up, at the end and on Ctrl-C."""
+    """Steps between checkpoints, and so the most steps that a crash can lose; 0: checkpoints only after the warm-up, at the end and on
+    Ctrl-C."""
     async_save: bool = False
-    """Write checkpoints while training goes on: training pauses only while each rank copies what it will save to host memory. Off by
-    default, because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
+    """Write checkpoints while training goes on: training pauses only while each rank copies its state to host memory. The copy takes as
+    much host memory as the rank's checkpoint files (see `asyncmoe plan`)."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints kept on disk; older ones are deleted, except those that keep_every keeps."""
     keep_every: NonNegative = 0
-    """Steps between checkpoints that are never deleted: the first checkpoint at or after each multiple of this. 0: none."""
+    """Steps between checkpoints that are never deleted: the first one at or after each multiple of this number. 0: no checkpoint is
+    exempt."""
     checkpoint_copy: str | None = Field(None, min_length=1)
-    """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder there, which is
-    named after run.dir. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
+    """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied there, to a folder named
+    after run.dir. `asyncmoe checkpoints RUN --restore URL` restores a copy. null: no copies."""
     timeout_s: Seconds = 600.0
     """Seconds a collective of the trainer ranks may wait before the run fails."""
     max_restarts: NonNegative = 2
-    """How many times in a row, without a new step in between, a trainer that lost a rank (killed, crashed, out of memory) is restarted in
-    place, from its newest checkpoint, while controller and engines go on. 0: losing the trainer ends the run."""
+    """How many times in a row, without a new step in between, a trainer that lost a rank is restarted in place, from its newest checkpoint,
+    while controller and engines go on. 0: losing the trainer ends the run."""
 
     @property
     def expert_tp(self) -> int:
@@ -168,8 +170,8 @@ class TrainerSection(Section):
 
     @property
     def distributed_optimizer(self) -> bool:
-        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if several ranks hold the same weights, or if
-        `memory` needs it."""
+        """True if the optimizer's state is sharded: `optimizer.distributed` or, if that is null, whether several ranks hold the same
+        weights or `memory` needs it."""
         given = self.optimizer.distributed
         return self.dp * self.cp > 1 or self.memory.precision_aware if given is None else given
 
@@ -180,7 +182,7 @@ class TrainerSection(Section):
 
     @property
     def needs_gpu(self) -> tuple[tuple[str, str], ...]:
-        """The keys that need a GPU, and their values."""
+        """The keys whose values need a GPU, and those values."""
         memory = self.memory
         found = {
             "memory.optimizer_offload": f"{memory.optimizer_offload:g}" if memory.optimizer_offload else "",
@@ -202,7 +204,7 @@ class TrainerSection(Section):
             expected = f"tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce expert gradients over tp otherwise)"
             raise refused("trainer.etp", self.expert_tp, expected, "leave etp out or raise ep")
         if self.vpp > 1 and self.pp == 1:
-            raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; raise trainer.pp or leave it out")
+            raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; leave it out or raise trainer.pp")
         if self.precision == "fp8" and self.dtype == "float32":
             expected = "bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which fp8 needs"
             raise refused("trainer.dtype", "float32", expected)
@@ -217,19 +219,19 @@ class TrainerSection(Section):
         key, value = next((one for one in self.needs_gpu if ".memory." in one[0]), ("", ""))
         if key and self.optimizer.distributed is False:
             hint = f"with a GPU, leave it out; without a GPU, leave {key} out, which needs one"
-            raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} is set, which needs a sharded state", hint)
+            raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} needs a sharded optimizer", hint)
         if key and self.weights_dtype == "float32":
-            hint = "it needs a GPU: with one, set trainer.dtype=bfloat16; without one, leave it out"
+            hint = f"{key} needs a GPU: with one, set trainer.dtype=bfloat16; without one, leave {key} out"
             raise refused(key, value, f"{_default(key)} because trainer.dtype is float32", hint)
         if self.memory.optimizer_offload and self.memory.low_precision:
             expected = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
-            hint = "on a GPU, which both need, set one or the other"
+            hint = "set only one of these keys; each needs a GPU"
             raise refused("trainer.memory.optimizer_offload", f"{self.memory.optimizer_offload:g}", expected, hint)
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:
     """Return the refusal of a key on a machine without a GPU."""
-    return ConfigError(key, got=f"{value}, and there is no GPU", expected=_default(key), hint="leave it out, or run on a GPU")
+    return ConfigError(key, got=f"{value} on a machine without a GPU", expected=_default(key), hint="leave it out, or run on a GPU")
 
 
 def _default(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The transports of weights: the choices of `sync.transport`, where each can serve, and the function that opens it.
+"""The transports of weights: the choices of `sync.transport`, where each can be used, and the function that opens it.
 
 Everything that depends on a transport's name follows from `TRANSPORTS`. docs/guides/transport.md shows how to add one.
 """
@@ -21,14 +21,14 @@ class TransportEntry:
 
     Attributes:
         what: the carrier of the messages, for the description of `sync.transport`.
-        opened_by: "module:function". The function takes an `asyncmoe.weights.receiver.channel_end.ChannelEnd`, or the
-            `asyncmoe.reshard.transport.TransportEnd` it is derived from, and returns a `Transport` or `SharedTransport`. Its module is
-            imported when a rank opens a channel, so this file needs neither the module nor its dependencies.
-        gpu: serves weights in GPU memory; otherwise weights in host memory.
+        opened_by: "module:function". The function takes an `asyncmoe.weights.receiver.channel_end.ChannelEnd`, or its base class
+            `asyncmoe.reshard.transport.TransportEnd`, and returns a `Transport` or `SharedTransport`. Its module is imported only when a
+            rank opens a channel.
+        gpu: moves weights in GPU memory; otherwise in host memory.
         one_host: serves only ranks that share one machine's memory.
         unshared: why a trainer rank and an engine rank cannot use it on the same GPU; empty if they can.
-        nccl: sends with NCCL: all ranks need the same version of it, and its communicator takes memory of every GPU.
-        reads_sender: receivers read messages where the sender packed them: they need no message buffers, but between GPUs need peer access.
+        nccl: sends with NCCL, so all ranks need the same NCCL version, and its communicator takes memory of every GPU.
+        reads_sender: receivers read messages where the sender packed them, so they need no message buffers, but between GPUs peer access.
     """
 
     what: str
@@ -64,7 +64,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
         nccl=True,
     ),
 }
-"""By name. `auto` is the first that can serve."""
+"""By name. `auto` means the first that can be used."""
 
 if TYPE_CHECKING:
     TransportName = str
@@ -83,11 +83,11 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
         shared: trainer and engines share GPUs (`engines.share_gpus`).
 
     Raises:
-        ConfigError: the transport cannot serve there.
+        ConfigError: the transport cannot be used there.
     """
     if gpu and shared and not together:
         hint = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
-        raise ConfigError("engines.share_gpus", got="true", expected="false between several machines", hint=hint)
+        raise ConfigError("engines.share_gpus", got="true", expected="false because the run spans several machines", hint=hint)
     name = resolved(wanted, gpu, together, shared)
     entry = TRANSPORTS[name]
     if gpu and shared and entry.unshared:
@@ -102,7 +102,7 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
 
 
 def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:
-    """Return the transport that a choice means, even if it cannot serve there. For the arguments see `transport_for`."""
+    """Return the transport that a choice means, even if it cannot be used there. For the arguments see `transport_for`."""
     if wanted != AUTO:
         return wanted
     able = (name for name, one in TRANSPORTS.items() if one.gpu == gpu and (together or not one.one_host))

@@ -13,22 +13,22 @@ class KlRule(Section):
     """Divergence of the trainer from the engines that sampled the batch, in nats a token (`train_infer_kl`)."""
 
     action: Action = "skip"
-    """warn: log it and record it; skip: also leave the batch untrained; stop: end the run."""
+    """warn: log and record the anomaly; skip: also leave the batch untrained; stop: end the run."""
     above: PositiveFloat | None = 1.0
-    """Anomalous if above this; null: no such bound."""
+    """Values above this are anomalous; null: no bound."""
 
 
 class GradNormRule(Section):
     """Gradient norm before clipping."""
 
     action: Action = "warn"
-    """warn: log it and record it; skip: also leave the batch untrained; stop: end the run."""
+    """warn: log and record the anomaly; skip: also leave the batch untrained; stop: end the run."""
     above: PositiveFloat | None = None
-    """Anomalous if above this; null: no such bound."""
+    """Values above this are anomalous; null: no bound."""
 
 
 class AnomaliesSection(Section):
-    """Values that no healthy run has. All trainer ranks decide alike, before parameters change."""
+    """Rules for values that no healthy run has. All trainer ranks reach the same decision."""
 
     kl_engine: KlRule = KlRule()
     grad_norm: GradNormRule = GradNormRule()
@@ -39,9 +39,9 @@ class AnomaliesSection(Section):
 
 
 class VerifySection(Section):
-    """Checks of every update before parameters change, at no cost."""
+    """Checks before every optimizer step, at no cost."""
 
     max_logprob_diff: PositiveFloat | None = None
-    """Stop before training on a batch in which the difference of the engine's and the trainer's log-probability, in nats, is above this on
-    a token whose whole prefix was computed with the trainer's version. With `run.mode: sync` this holds for all tokens. null: no limit."""
+    """Stop before training on a batch in which engine and trainer differ by more than this, in nats, in a token's log-probability. Only
+    tokens whose whole prefix was computed with the trainer's version count; with `run.mode: sync` those are all tokens. null: no limit."""
     anomalies: AnomaliesSection = AnomaliesSection()

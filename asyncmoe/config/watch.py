@@ -13,7 +13,7 @@ class AlertsSection(Section):
     """Alerts about a run that needs attention. The process that supervises the run sends them, without delaying the run."""
 
     command: tuple[str, ...] | None = Field(None, min_length=1)
-    """Program and arguments that run for each alert and get JSON with run, event, text, step and time as input; null: none."""
+    """Command to run for each alert, with run, event, text, step and time as JSON on standard input; null: none."""
 
 
 class WatchSection(Section):
@@ -22,10 +22,10 @@ class WatchSection(Section):
     beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = 5.0
     """Minimum seconds between heartbeats of a process."""
     stacks_after_s: Seconds = 120.0
-    """If a process is silent for this many seconds, the stacks of every process of the run on the supervisor's host are written to
-    run.dir/logs, once for each silence. A step, or writing a checkpoint, may take that long."""
+    """If a process has written no heartbeat for this many seconds, the stacks of every process of the run on the supervisor's host are
+    written to run.dir/logs, once for each silence. The run goes on: a long step or checkpoint may be the cause."""
     end_after_s: Seconds | None = 1800.0
-    """Seconds of silence after which the controller or a trainer rank counts as lost; null: never."""
+    """Seconds without a heartbeat after which the controller or a trainer rank counts as lost; null: never."""
     alerts: AlertsSection = AlertsSection()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""All checks, in display order, the versions that must agree across a cluster's nodes, and the report of both."""
+"""All checks, in display order, the versions that must agree across a cluster's nodes, and the report of checks and versions."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
         if not machine.nvidia.present:
             return finding.absent(NO_GPU)
         if machine.run is None:
-            return finding.absent("no configuration was given that suits its model", "see the line configuration")
+            return finding.absent("no valid configuration was given", "see the line configuration")
         if not cards.of(machine):
             return finding.absent("torch sees no GPU", "see the line cuda")
         try:
@@ -51,7 +51,7 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
     from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, without which the doctor must still run
 
     if machine.trainer.kernels is None:
-        return finding.absent("what this machine has is not known", "see the line torch")
+        return finding.absent("this machine's packages and GPUs are not known", "see the line torch")
     on = switches.decide(run.config.trainer, machine.trainer.kernels, run_features(run.hf, run.config, run.trainer_float32))
     return finding.ok(on.text)
 

@@ -47,18 +47,18 @@ def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]
     shared = {number for _, devices in taken for number in devices.shared}
     if alone := [card for card in there if card.compute_mode == "Exclusive_Process" and card.number in shared]:
         what = f"compute mode of {labelled(alone)} is Exclusive_Process, and the trainer and an engine share {labelled(alone)}"
-        yield Finding(state, what, _compute_mode(alone), "a GPU that takes two processes")
+        yield Finding(state, what, _compute_mode(alone), "a GPU that two processes can use")
     if used := [card for card in there if card.busy]:
         what = f"other processes use up to {max(card.used_mib for card in used)} MiB of {labelled(used)}"
         hint = "nvidia-smi lists them; end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        yield Finding(state, what, hint, "GPUs that nobody else uses")
+        yield Finding(state, what, hint, "GPUs that no other process uses")
     groups = [("a run", there)] if not taken else []
     for _, devices in taken:
         groups.append(("the trainer", [card for card in there if card.number in devices.trainer]))
         groups += [(f"engine {i}", [card for card in there if card.number in one]) for i, one in enumerate(devices.engines)]
     for who, group in groups:
         if len(kinds := cards.kinds(group)) > 1:
-            hint = "choose alike ones with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            hint = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID"
             yield Finding(state, f"{who} would compute on {' and '.join(kinds)}", hint, "GPUs of one kind in a group")
 
 
@@ -69,7 +69,7 @@ def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Fi
     if run is not None and (run.engine_dtype == "bfloat16" or not run.trainer_float32):
         needed = _BFLOAT16
     if old := [one for one in known if one[1] < needed]:
-        why = "bfloat16 needs (and CUDA 13 compiles for none before 7.5)" if needed == _BFLOAT16 else "CUDA 13 compiles for none before"
+        why = "bfloat16 needs (CUDA 13 alone needs 7.5)" if needed == _BFLOAT16 else "CUDA 13 needs"
         hint = "choose newer GPUs with CUDA_VISIBLE_DEVICES, or another machine"
         yield finding.error(_of_capability(old), hint, f"{needed[0]}.{needed[1]} or higher, as {why}")
     built = machine.trainer.extension.architectures if machine.trainer.extension is not None else ()

@@ -39,10 +39,10 @@ def open_files(config: Config | None) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + 2 * (config.max_concurrent if config is not None else 0)
     if soft >= needed:
-        return finding.ok(f"{soft}, of at most {hard}")
+        return finding.ok(f"limit {soft} (hard limit {hard})")
     root = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"
     hint = f"ulimit -n {needed} in the shell or the batch script" if hard >= needed else root
-    return finding.warning(f"{soft}, of at most {hard}; {needed} may be needed", hint)
+    return finding.warning(f"limit {soft} (hard limit {hard}); a run may need {needed}", hint)
 
 
 def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
@@ -53,7 +53,7 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
         hint = "ulimit -l unlimited; as root: memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd"
-        return finding.error(f"NCCL cannot register memory with it: at most {size(limit)} can be locked", hint)
+        return finding.error(f"NCCL cannot register memory with the adapter: at most {size(limit)} can be locked", hint)
     told = ", ".join(f"{port} is {state}" for port, state in states.items())
     if set(states.values()) != {"ACTIVE"}:
         return finding.warning(told, "look at ibstat and the cables, or list in NCCL_IB_HCA the ports that are ACTIVE")

@@ -36,7 +36,7 @@ def transformer_engine(machine: Machine) -> Finding:
         return finding.absent("without a GPU it is not used")
     if name not in trainer.packages:
         slow = "not installed: layers and optimizer are Megatron's slower ones"
-        return finding.warning(slow, f"{_BUILD_TE}; .venv/transformer-engine.log says why it failed")
+        return finding.warning(slow, f"{_BUILD_TE}; if it failed before, .venv/transformer-engine.log says why")
     if wrong := _wrong(machine, trainer, name):
         return finding.error(wrong, _BUILD_TE)
     if not trainer.transformer_engine:
@@ -53,7 +53,7 @@ def engine_python(machine: Machine) -> Finding:
         why = engine.unfinished or "torch is not installed"
         return finding.error(f"{engine.executable}: {why}", f"{install}, or set engines.python to a Python that has SGLang")
     if theirs.trouble is not None:
-        way = f"{install}; it was built with Python {machine.trainer.version}; a .pth file in site-packages may name the directory above it"
+        way = f"{install}; asyncmoe was built with Python {machine.trainer.version}; a .pth file may name its parent directory"
         return finding.error(f"asyncmoe, with which engines load weights, cannot be imported by {engine.executable}: {theirs.trouble}", way)
     if machine.nvidia.present and engine.torch.cuda is not None and not theirs.cuda:
         found = f"asyncmoe's extension as {engine.executable} loads it ({theirs.package}) is built without CUDA kernels"
@@ -96,7 +96,7 @@ def nccl(machine: Machine) -> Finding:
     if len(set(found.values())) == 1:
         return finding.ok(told)
     judge = finding.error if machine.run is None or machine.run.over_nccl else finding.warning
-    way = "the same versions in both (requirements/gpu.txt); on one machine take sync.transport: ipc"
+    way = "with the same versions in both (requirements/gpu.txt), or on one machine set sync.transport=ipc"
     return judge(f"{told}; NCCL refuses ranks of different versions", f"run: {fix(gpu=True)}, {way}")
 
 

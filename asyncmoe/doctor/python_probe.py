@@ -24,7 +24,7 @@ MARK = "asyncmoe doctor: "
 
 
 def main(names: Iterable[str]) -> None:
-    """Print all facts, the riskiest last."""
+    """Print all facts, last those whose imports are most likely to crash."""
     packages = installed(names)
     say(version=".".join(map(str, sys.version_info[:3])), packages=packages)
     looks = [("loading asyncmoe's extension", extension), ("opening NCCL", nccl), ("opening libcuda", cuda_driver)]

@@ -38,7 +38,7 @@ def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
         return None, finding.absent("no CONFIG was given", "asyncmoe doctor CONFIG also looks at its model, ports, run directory and GPUs")
     done = programs.run([sys.executable, "-m", "asyncmoe", "config", "validate", *words], _VALIDATE_S)
     if done.late:
-        return None, finding.error(f"{done.trouble}", "check that the file systems it names are mounted and respond (df, mount)")
+        return None, finding.error(f"{done.trouble}", "check that the configured file systems are mounted and respond (df, mount)")
     config = None
     with suppress(UserError):
         config = configured.load(Path(words[0]), words[1:])
@@ -46,7 +46,7 @@ def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
         warned = [line.removeprefix(WARNING) for line in done.errors.splitlines() if line.startswith(WARNING)]
         return config, finding.warning(done.text.strip(), "; ".join(warned)) if warned else finding.ok(done.text.strip())
     said = done.errors.partition("error: ")[2].strip() or programs.last_line(done.errors) or done.trouble
-    return config, finding.error(said, "correct what is named; examples/demo.yaml is a valid one")
+    return config, finding.error(said, "correct that; examples/demo.yaml is a valid configuration")
 
 
 def ports(config: Config) -> Finding:
@@ -58,10 +58,10 @@ def ports(config: Config) -> Finding:
         try:
             socket.create_server(("", number)).close()
         except OSError as error:
-            hint = f"ss -ltnp 'sport = :{number}' says which process has it; end that, or choose another port (0: any free one)"
+            hint = f"ss -ltnp 'sport = :{number}' names the process that has the port; end it, or choose another port (0: any free one)"
             return finding.error(f"{key} {number}: {os.strerror(error.errno or 0)}", hint)
     told = ", ".join(f"{key} {number}" for key, number in given.items())
-    return finding.ok(f"{told} can be listened on" if told else "the configuration takes any free ones")
+    return finding.ok(f"{told} can be listened on" if told else "the configuration uses any free ports")
 
 
 def network(config: Config) -> Finding:
@@ -83,8 +83,8 @@ def run_dir(config: Config, run: PlannedRun | None, mounts: Path = Path("/proc/s
     more = max(1, config.trainer.keep_checkpoints + 1 - kept)
     if free < more * each:
         judge = finding.error if free < each else finding.warning
-        hint = "free space, choose another run.dir, or keep fewer (trainer.keep_checkpoints)"
-        return judge(f"{told}, and {more} more will be there at once", hint)
+        hint = "free space, choose another run.dir, or keep fewer checkpoints (trainer.keep_checkpoints)"
+        return judge(f"{told}, and the run may add {more} before it deletes a checkpoint", hint)
     if address.several(config.cluster.network) and kind not in _SHARED:
         return finding.warning(f"{told}; other machines may not see it", "choose a run.dir on a file system that all machines mount")
     return finding.ok(told)

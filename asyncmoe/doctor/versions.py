@@ -34,7 +34,7 @@ def driver_hint(cuda: int) -> str:
     """Return the fix for a driver that is too old for a CUDA major version."""
     wanted = f"update NVIDIA's driver to {OLDEST_DRIVER[cuda]} or newer" if cuda in OLDEST_DRIVER else "update NVIDIA's driver"
     compatible = f"NVIDIA's package cuda-compat-{cuda}-0 with its directory first on LD_LIBRARY_PATH"
-    return f"{wanted}; on a data-centre GPU (H100, H200) {compatible} does too"
+    return f"{wanted}; on a data-centre GPU (H100, H200) {compatible} also suffices"
 
 
 def driver_too_old(driver: str, newest_cuda: int | None, cuda: int) -> bool:

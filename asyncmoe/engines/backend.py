@@ -12,12 +12,12 @@ start = SGLangProcess
 
 
 def connect(name: str, url: str, key: str) -> Engine:
-    """Return the client of an engine that another machine has started; the arguments are those of its process."""
+    """Return the client of an engine that runs on another machine. `name`, `url` and `key` are those of its process there."""
     return SGLangClient(name, url, key)
 
 
 def address_of(engine: Engine) -> tuple[str, str]:
     """Return URL and key of an engine, with which another process can `connect`."""
     if not isinstance(engine, SGLangClient):
-        raise InvariantBroken(f"got a client of type {type(engine).__name__}, expected one that `connect` made")
+        raise InvariantBroken(f"client of an engine: got a {type(engine).__name__}, expected an SGLangClient")
     return engine.url, engine.key

@@ -1,9 +1,9 @@
 """Decodes the routes and sampling masks of a `Generation` into their recorded form.
 
-Routes: `meta_info.routed_experts` has rows for the tokens from `start` to seqlen - 1: seqlen counts prompt and response, the last token has
-not passed through the model, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at
-seqlen - 1. An engine that this program started packs them if it can (`asyncmoe.trajectory.sent_routes`); SGLang 0.5.23 itself sends
-int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
+Routes: `meta_info.routed_experts` has a row for each token of prompt and response, from index `start` on, except the last token, which has
+not passed through the model. `start` is the request's `routed_experts_start_len`, at most the length of its prompt; the engine lowers it to
+the number of tokens - 1. An engine that this program started packs the routes if it can (`asyncmoe.trajectory.sent_routes`); unchanged
+SGLang 0.5.23 sends int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
 
 Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
 (`sglang/srt/sampling/sampling_mask.py`).
@@ -50,7 +50,7 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
 
 
 def _first_rows(sent: Buffer, keep: int, rows: int) -> Buffer:
-    """Return the first `keep` of `rows` rows; bytes of any other number of rows are returned unchanged and rejected later."""
+    """Return the first `keep` of `rows` rows. Bytes that do not hold `rows` rows are returned unchanged, and rejected later."""
     if not _is_packed(sent):
         return sent if len(sent) % rows else sent[: len(sent) // rows * keep]
     try:
@@ -92,7 +92,8 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
 
     Raises:
         TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for packed routes that are damaged or invalid,
-            "routes_wrong_layers" for other layers or experts, "length_mismatch" for a wrong number of rows; or see `encode_routes`.
+            "routes_wrong_layers" for layers or experts that differ from `routing`, "length_mismatch" for a wrong number of rows; or as
+            `encode_routes`.
     """
     if sent is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
@@ -106,7 +107,7 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
         raise TrajectoryRejected("routes_malformed", str(error)) from error
     if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):
         got = f"{len(routes.layers)} layers with {routes.top_k} of {routes.experts} experts"
-        expected = f"{len(routing.layers)} with {routing.top_k} of {routing.experts}"
+        expected = f"{len(routing.layers)} layers with {routing.top_k} of {routing.experts}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: the engine packed routes of {got}, expected {expected}")
     if routes.rows != rows:
         raise TrajectoryRejected("length_mismatch", f"{key}: got packed routes of {routes.rows} tokens, expected {rows}")
@@ -119,13 +120,13 @@ def _plain(sent: Buffer, routing: Routing, rows: int, key: str) -> np.ndarray:
     if len(sent) == rows * row:
         return np.frombuffer(sent, "<i4").reshape(rows, routing.all_layers, routing.top_k)
     if rows and len(sent) % row and len(sent) % (4 * rows) == 0:
-        detail = f"{len(sent) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
+        detail = f"{len(sent) // 4 // rows} experts a token in all layers, expected {routing.top_k} in each of {routing.all_layers} layers"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")
-    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row}")
+    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row} bytes")
 
 
 def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str) -> Masks:
-    """Return the masks of a response within a trajectory; all other rows stand for the whole vocabulary.
+    """Return the masks of a trajectory with one response: the rows of tokens outside it stand for the whole vocabulary.
 
     Args:
         lists: `meta_info.output_token_sampling_mask`.
@@ -150,7 +151,7 @@ def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int,
         raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(counts))}: the mask is empty")
     total = int(counts.sum())
     if total >= 1 << 31:
-        raise TrajectoryRejected("bad_mask", f"{key}: got {total} ids, expected fewer than 2^31")
+        raise TrajectoryRejected("bad_mask", f"{key}: got masks of {total} ids, expected fewer than 2^31")
     ids = lists.ids.astype(np.int64)
     rows = np.repeat(np.arange(len(lists)), counts)
     ids = ids[np.lexsort((ids, rows))]
@@ -159,11 +160,11 @@ def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int,
     for wrong, what in ((outside, f"outside the vocabulary of {vocabulary}"), (repeated, "repeated")):
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} is {what}")
+            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} of its mask is {what}")
     made = Masks(_offsets(counts, 0, 0), ids.astype(np.int32), vocabulary)
     missing = token_outside(made, response)
     if missing is not None:
-        detail = f"response token {missing}: {response[missing]} is not among the {counts[missing]} ids it was sampled from"
+        detail = f"response token {missing}: id {response[missing]} is not among the {counts[missing]} ids from which it was sampled"
         raise TrajectoryRejected("mask_without_token", f"{key}: {detail}")
     return Masks(_offsets(counts, before, after), made.ids, vocabulary)
 

@@ -1,4 +1,4 @@
-"""The interface of an inference engine, through which alone the rest of the code uses engines.
+"""The interface of an inference engine. The rest of the code uses engines only through it.
 
 `Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds starting and
 ending a process on this machine. SGLang (`asyncmoe.engines.sglang`) implements all three, and `asyncmoe.engines.backend`
@@ -52,7 +52,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
+        """Close the connections to the engine, which then cancels the requests in flight but continues to run."""
 
     # Generation
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """
 
     async def flush(self) -> None:
-        """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
+        """Drop all cached prefixes; requires an engine without running requests (retracted requests count as waiting)."""
 
     async def resume(self) -> None:
         """Continue after `pause`."""
@@ -124,7 +124,7 @@ class Engine(Protocol):
         Args:
             join: the group's name and backend, and its rendezvous, a torch store that the sender keeps.
             rank_offset: the engine's first rank; the sender is rank 0.
-            world: number of ranks: the sender's one, and `tp` for each engine.
+            world: number of ranks in the group: one of the sender, and `tp` of each engine.
         """
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
@@ -142,8 +142,8 @@ class Engine(Protocol):
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """Have `asyncmoe.weights.receiver.worker.obey` execute one command in each rank's main thread.
 
-        The engine is either paused, between `begin_update` and `end_update`, or generating: then all ranks execute their commands between
-        the same two forward passes, without disturbing requests in progress. Returns when all ranks have executed theirs.
+        The engine is either paused, between `begin_update` and `end_update`, or generating. If it is generating, all ranks execute their
+        commands between the same two forward passes, without disturbing requests in progress. Returns when all have executed them.
 
         Args:
             commands: one per rank.
@@ -202,7 +202,7 @@ class EngineProcess(EngineHandle, Protocol):
         """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
 
         Raises:
-            EngineError: the server died first.
+            EngineError: the server died during its start.
             WaitTimeout: the start took longer than engines.start_timeout_s.
         """
 

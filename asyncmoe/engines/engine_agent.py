@@ -1,7 +1,7 @@
 """`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
 
 Every engine of a run runs this way, whoever starts it: the controller owns no engine process. A server that dies or is fenced restarts, so
-the loss of one ends neither a job nor a run. If the controller is lost, the server waits `engines.orphan_s` for the run's next controller,
+its loss ends neither its job nor the run. If the controller is lost, the server waits `engines.orphan_s` for the run's next controller,
 and joins it with its current weights.
 """
 
@@ -51,7 +51,7 @@ def run(config: Config, name: str, index: int, memory: Sequence[str] = (), node:
     Raises:
         UserError: this machine has no address in `cluster.network`, or a port is taken.
         ConfigError: the controller has a different configuration.
-        EngineError: the server did not start, or died or was fenced too often, or the run has failed.
+        EngineError: the server did not start, was lost more than `engines.restarts` times, or the run has failed.
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(name, node)):
@@ -59,7 +59,7 @@ def run(config: Config, name: str, index: int, memory: Sequence[str] = (), node:
 
 
 def check_node(nodes: int, name: str | None, node: int) -> None:
-    """Check which node of an engine a machine is to run.
+    """Check the number of the engine's node that this machine is to run.
 
     Args:
         nodes: `engines.nodes`.

@@ -43,8 +43,8 @@ async def serve_node(
         again: whether this engine was in the run before.
 
     Raises:
-        ServerLost: the engine was lost with one of its nodes after it joined; the run goes on without it.
-        WaitTimeout: the controller or another node did not come in time, or is gone.
+        ServerLost: one of the engine's nodes was lost after the engine had joined; the run goes on without the engine.
+        WaitTimeout: the controller is gone or did not come in time, or another node did not.
         AsyncmoeError: the engine did not start, or the run has failed.
     """
     rendezvous = await unless(stop, controller(config.run.dir, config.engines.start_timeout_s))
@@ -90,7 +90,7 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
             _obey(seat, orders.result())
         elif health.done():
             order = await seat.end(health.result())
-            # If the controller did not answer, the next controller decides.
+            # Without an answer from this controller, the next one decides whether the run has failed.
             raise (EngineError if order.why and not order.again else ServerLost)(f"{seat.title} died: {health.result()}")
         else:
             log.info("%s leaves", seat.title)
@@ -110,7 +110,7 @@ async def _lead(
                 return
             with coming(again=again):
                 starting.result()
-            # An engine on several machines shares memory with no process that is on just one.
+            # No process on a single machine shares memory with an engine on several machines.
             place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
             own, nodes = facts(engine.name), seat.config.engines.nodes
             request = EngineJoin(engine.name, *place, *parallel, seat.config.digest, own, nodes=nodes, met=met.meeting)
@@ -177,7 +177,7 @@ class Seat:
             if (waited := time.monotonic() - begin) > limit_s:
                 await self.end("it waited too long for the other nodes")
                 absent = ", ".join(map(str, reply.missing))
-                words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
+                words = f"start asyncmoe engine --name {self._here.name} --node {absent} on its machine, or see its log"
                 raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not arrived; {words}", waited)
 
     async def follow(self) -> EngineNodes:
@@ -188,8 +188,8 @@ class Seat:
                 return reply
 
     async def end(self, why: str) -> EngineNodes:
-        """Report the node's end to the controller: with `why`, its server is lost; without it, the engine leaves in order. Return the order
-        for all nodes, once the controller has answered or is gone."""
+        """Report the node's end to the controller: `why` says how its server was lost; if it is empty, the engine leaves in order. Return
+        the order for all nodes, once the controller has answered or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
         limit_s, reply = GRACE_S if why else self.config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
         with contextlib.suppress(AsyncmoeError):

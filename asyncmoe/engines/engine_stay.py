@@ -49,7 +49,7 @@ class ControllerLost(AsyncmoeError):
 
 @contextlib.contextmanager
 def coming(*, again: bool) -> Iterator[None]:
-    """Start or join an engine within the block. If the run had this engine before, a failure counts as the loss of that engine alone.
+    """Start an engine, or let it join, within the block. If the run had this engine before, a failure loses only the engine, not the run.
 
     Raises:
         ServerLost: with `again`, on any error, unless the controller is gone or has ended the engine.
@@ -146,7 +146,7 @@ async def _stay_with(
             except AsyncmoeError as error:
                 if (why := engine.died) is None:
                     raise
-                raise ServerLost(f"{error}; it died meanwhile: {why}") from error
+                raise ServerLost(f"{error}; {engine.name} died meanwhile: {why}") from error
         assert isinstance(joined, EngineJoined)
         log.info("%s has joined", engine.name)
         asking = _orders(client, engine.name, config.cluster.heartbeat_timeout_s, joined.controller)
@@ -187,17 +187,17 @@ async def _orders(client: AsyncClient, name: str, limit_s: float, controller: st
 
 
 async def _leave(config: Config, name: str, client: AsyncClient) -> None:
-    """Leave in order; once the supervisor is lost, wait only `engines.orphan_s`, because the controller may hang."""
+    """Leave in order. Once this process's parent is gone, wait only `engines.orphan_s`, because the controller may hang."""
     log.info("%s leaves", name)
     asked, orphan_s = client.ask(EngineLeave(name), config.rollout.request_timeout_s + GRACE_S), config.engines.orphan_s
     async with first_of(asked, _orphaned(orphan_s)) as (reply, _):
         if not reply.done():
-            raise WaitTimeout("the controller", "it lets no engine leave", orphan_s)
+            raise WaitTimeout("the controller", "it has not let the engine leave", orphan_s)
         reply.result()
 
 
 async def _orphaned(seconds: float) -> None:
-    """Return once the supervisor has been lost for `seconds`. The signal of its death may come when only one of its threads has ended."""
+    """Return once this process's parent has been gone for `seconds`. Its death signal is no proof: the end of one thread sends it too."""
     while os.getppid() == _PARENT:
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(seconds)

@@ -22,7 +22,7 @@ from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MOST_ENDED = 1024
-"""Number of ended starts of nodes to remember; the nodes may still wait for an answer."""
+"""Number of ended nodes to remember, because they may still wait for an answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class NodeGathering:
 
     @property
     def starts(self) -> frozenset[str]:
-        """The starts of the nodes that have arrived."""
+        """The `start` of each node that has arrived."""
         return frozenset(seat.start for seat in self.seats.values())
 
     @property
@@ -91,11 +91,11 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     if found is None or not found.seats:
         found = NodeGathering(name, request.nodes)
     if request.nodes != found.nodes:
-        raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
+        raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as on its first node")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
-        got, expected = f"another on {request.who}", f"one, on {before.who}"
+        got, expected = f"a second one on {request.who}", f"only the one on {before.who}"
         silence = max(0.0, limit_s - (now - before.heard))
-        hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
+        hint = f"set another --node or --name, or start again in {silence:.0f} s if the first one has ended"
         raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting
@@ -132,7 +132,7 @@ class Gatherings:
         self._limit_s, self._controller = limit_s, controller
         self._now: dict[str, NodeGathering] = {}
         self._over: dict[str, tuple[frozenset[str], EngineOrder]] = {}
-        """By engine: the starts of its last nodes that were ordered to end, and that order."""
+        """By engine: the `start` of each of its nodes that were last ordered to end, and that order."""
         self._last: EngineOrder | None = None
         self._ended: deque[str] = deque(maxlen=_MOST_ENDED)
         self._standstill = Standstill()
@@ -165,7 +165,7 @@ class Gatherings:
             self._now[name] = replace(found, joined=True)
 
     def has(self, name: str, start: str) -> bool:
-        """Return whether a node's start belongs to the engine's current nodes."""
+        """Return whether the node with this `start` is among the engine's current nodes."""
         return (found := self._now.get(name)) is not None and start in found.starts
 
     def lost(self, name: str, met: str) -> str:
@@ -182,7 +182,7 @@ class Gatherings:
             log.info("the %d nodes of %s end: %s", found.nodes, name, order.why or "it is over")
 
     def end_start(self, name: str, start: str, why: str) -> bool:
-        """Order all nodes of an engine to end because one of them has; return whether that one was among them."""
+        """Handle the end of the node with this `start`: if all nodes have met, all end. Return whether the node was known."""
         found = self._now.get(name)
         node = next((number for number, seat in found.seats.items() if seat.start == start), None) if found is not None else None
         if found is None or node is None:
@@ -222,13 +222,13 @@ class Gatherings:
             return _ending(order)
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
-            return EngineNodes(why="its engine was lost meanwhile", again=True)
+            return EngineNodes(why="its engine was lost in the meantime", again=True)
         meeting = found.meeting if found.has_met else ""
         hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _told(self, name: str, start: str) -> EngineOrder | None:
-        """Return the order to end for the nodes that this start belongs to; None: they go on."""
+        """Return the order to end that was given to the node with this `start`; None: it goes on."""
         starts, order = self._over.get(name, (frozenset[str](), None))
         return order if start in starts else None
 

@@ -3,8 +3,7 @@
 Each engine is probed: a probe succeeds once the engine produces a token for any request, and samples one itself if the engine is idle. An
 engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An engine that
 stays silent is fenced. An engine that is paused for a weight update is not probed: the update's calls have their own limits. An engine that
-does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait for it only at first
-(`asyncmoe.weights.coordinator`).
+does not pause, or swap a version in, within `PAUSE_SHARE` of `hang_timeout_s` is fenced (`asyncmoe.weights.coordinator`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
 _PROBES = 6
-"""Probes per `hang_timeout_s`. An engine is fenced after one failure fewer: the first may begin an interval after its last sign of life."""
+"""Probes per `hang_timeout_s`. An engine is fenced after `_PROBES - 1` failures, because the first failing probe may begin a whole interval
+after the engine's last sign of life."""
 PAUSE_SHARE = 1 / 3
 """Share of `hang_timeout_s` within which a running engine must pause, or swap weights in."""
 _POLL_S = 0.2

@@ -11,7 +11,7 @@ from asyncmoe.telemetry.clock import unix
 
 _serials = count(1)
 RecordBusy = Callable[[str, float, float], None]
-"""Takes an engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
+"""Called with an engine's name, and begin and end (Unix seconds) of an interval in which it was generating."""
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Engines, as the controller sees them: joining, heartbeats and leaving.
 
-`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends each of them, and sends its requests here. From its
-first version on, an engine that has joined is like any other. An engine that leaves gets no new requests and finishes its current ones; an
-engine without heartbeats is fenced.
+`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends one engine, and sends the engine's messages here. An engine that has
+joined receives requests from its first version on. An engine that leaves gets no new requests and finishes its current ones; an engine
+without heartbeats is fenced.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Membership:
                 return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
-        """Wait until `engines.count` engines of the previous controller have come: at most `_RETURN_S` once some have, else `most_s`."""
+        """Wait until `engines.count` engines of the previous controller have come, at most `most_s`; if one has come, only `_RETURN_S`."""
         begin = time.monotonic()
         while self._returning or len(self._pool.present) < self._config.engines.count:
             if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S and not self._returning):
@@ -192,7 +192,7 @@ class Membership:
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
-        for member in before:  # not earlier: without any member the run would end
+        for member in before:  # only now, because the run would end if the pool had no member
             if member in self._pool.members:
                 self._pool.remove(member)
         member = self._pool.join(engine)
@@ -200,7 +200,7 @@ class Membership:
         self._gatherings.joined(request.name)
         if request.served:
             served = f"{request.name} has served another controller"
-            self._returning += 1  # present, but an update must not begin before it has ended its last one
+            self._returning += 1  # it is in the pool, but no update may begin before it has ended the one of its last controller
             try:
                 why = served if self._returned is None else await self._returned(member, request.served)
             finally:

@@ -1,7 +1,7 @@
 """An engine over several nodes: the place of each node, and where all ranks meet.
 
-The server of node 0 answers HTTP; the servers of the others only hold ranks. A lost node is a lost engine: its ranks wait for each other in
-every forward pass.
+The server of node 0 answers HTTP; the servers of the other nodes only hold ranks. If a node is lost, so is the engine, because all ranks
+wait for each other in every forward pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MeetingPlace:
         close: releases it, after the ranks have ended. Idempotent.
 
     Args:
-        host: address of this machine at which the others reach it; None: all are on this machine.
+        host: address at which other machines reach this one; None: all ranks are on this machine.
 
     Raises:
         StorageError: the file's folder cannot be made.
@@ -54,18 +54,18 @@ class MeetingPlace:
 
 
 def process_name(name: str, node: int) -> str:
-    """Return the name, in records and messages, of the process of one node of an engine."""
+    """Return the name of a node's process in records and messages."""
     return f"{name}.node{node}" if node else name
 
 
 def reserve(host: str, wanted: int) -> socket.socket:
     """Return a bound socket that reserves the port for the many seconds until a server listens on it.
 
-    The socket never listens, and both sides set SO_REUSEADDR (servers through asyncio, stores through libuv), so Linux lets the server bind
-    the port too.
+    The socket never listens, and both it and the server set SO_REUSEADDR (servers through asyncio, stores through libuv), so Linux lets the
+    server bind the port too.
 
     Args:
-        wanted: 0: any free port.
+        wanted: the port; 0: any free one.
 
     Raises:
         UserError: the port is taken, or the address is not of this machine.

@@ -2,7 +2,7 @@
 
 - A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the engine serves at
   that moment.
-- The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
+- The number of requests at the engines is limited; all other requests wait at the gate, in the order of `scheduling.Waiting`.
 - The gate is closed during a weight update: a request already at an engine stays there and a new request waits here, so no prefix is
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
@@ -52,7 +52,7 @@ class Gates(Protocol):
     """The gates of rollout workers, in front of the same engines."""
 
     async def close_gates(self) -> int:
-        """Stop the workers from sending requests; return how many are in flight, above 0 if a worker does not answer."""
+        """Stop the workers from sending requests; return how many requests are in flight: above 0 if a worker does not answer."""
 
     def open_gates(self) -> None:
         """Let the workers send requests again, with the versions that the engines serve now."""
@@ -61,7 +61,7 @@ class Gates(Protocol):
         """Tell the workers what has changed about the engines."""
 
     async def late(self) -> int:
-        """Return how many workers have not acknowledged what they were told; `Member.elsewhere` counts the others' requests."""
+        """Return how many workers have not acknowledged what they were told; `Member.elsewhere` counts requests of all other workers."""
 
 
 class Pool:
@@ -72,13 +72,13 @@ class Pool:
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
         recalled_tokens: recorded tokens that unfinished episodes reused after a restart.
-        lineage: lineage of the versions that land from now on: how often steps were trained again (`asyncmoe.queue.fold`).
+        lineage: lineage of the versions that arrive from now on: how often steps were trained again (`asyncmoe.queue.fold`).
         elsewhere: rollout workers that send requests to these engines; None: there are none.
         returns: given the seconds since the last engine was lost, returns whether one will come back; initially always False.
 
     Args:
         limit: maximum number of requests in flight over all engines.
-        timeout_s: limit on the duration of one response.
+        timeout_s: maximum seconds for one response.
         record: called for every interval in which an engine was generating.
         order: as `rollout.order`.
         adapter: name of the adapter that all requests are sampled with.
@@ -261,7 +261,7 @@ class Pool:
     async def silent(self, member: Member) -> bool:
         """Return whether an engine shows no sign of generating; fence it if nothing listens at its address any more.
 
-        Nobody may be left to report that a server has ended; the loss of a machine shows only in missing heartbeats.
+        The process that would report the server's end may be gone too. The loss of a whole machine shows only in missing heartbeats.
         """
         if member.fenced is not None or await member.engine.client.alive(_PROBE_S):
             return False

@@ -54,7 +54,8 @@ def check(probe: Probe) -> None:
     """
     sizes = [len(tokens) for tokens in probe.tokens]
     if not sizes or min(sizes) < 2 or sum(sizes) > MAX_PROBED or sizes != [len(values) for values in probe.logprobs]:
-        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens, expected equal sizes of at least 2")
+        expected = f"texts of at least 2 tokens each and at most {MAX_PROBED} together, with a log-probability for each token"
+        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens together, expected {expected}")
     if not all(math.isfinite(value) for values in probe.logprobs for value in values):
         raise ProtocolError("probe: a log-probability is not finite")
 
@@ -84,7 +85,7 @@ class Prober:
                 self._pool.fence(member, "it did not answer the first probe")
             elif self._most is not None and not found.divergence <= self._most:
                 got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
-                raise Disagreement(f"verify.anomalies.kl_engine.above: weights loaded by {found.engine}, and the trainer's: {got}")
+                raise Disagreement(f"verify.anomalies.kl_engine.above: weights of {found.engine} against the trainer's: {got}")
             else:
                 member.compared = True
                 log.info(

@@ -3,10 +3,10 @@
 Next request (`Waiting`): requests that continue an episode (a response cut short by a weight update, or a later turn), and those of an
 evaluation, go before new requests, so that the end of an episode never waits for the start of another. With order "longest_first", new
 requests with the longest expected responses go first, because a long response that starts last holds up the whole batch (longest processing
-time first; Graham, 1969). With order "probes_first", the first request to each unknown prompt goes before all others: responses to a prompt
-are of similar lengths, so its response predicts the length of the others before most of them start (Qin et al., Seer, arXiv 2511.14617,
-section 3.3).
-The others follow, longest first; unknown lengths count as longest. No request starves: each is overtaken at most `patience` times.
+time first; Graham, 1969). With order "probes_first", the first request to each unknown prompt goes before all other new requests. Responses
+to one prompt have similar lengths, so the first one predicts the rest before most of them start (Qin et al., Seer, arXiv 2511.14617,
+section 3.3). The remaining new requests follow, longest first; unknown lengths count as longest. No request starves: each is overtaken at
+most `patience` times.
 
 Engine (`choose`): the one with the fewest requests; but a request that continues a conversation goes to the engine that has it cached,
 unless that engine is much busier than the others.
@@ -24,7 +24,7 @@ from asyncmoe.config.rollout import Order
 
 T = TypeVar("T")
 PATIENCE = 4
-"""The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order is broken only after several responses' time."""
+"""The pool lets a request be overtaken at most `PATIENCE * limit` times: a request goes out of order only after several responses' time."""
 _CONTINUES, _PROBE, _NEW = range(3)
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""

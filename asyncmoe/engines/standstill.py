@@ -28,6 +28,6 @@ class Standstill:
         return gap
 
     def since(self, moment: float) -> bool:
-        """Return whether the process stood still after `moment` of the monotonic clock; looks too."""
+        """Return whether the process stood still after `moment` of the monotonic clock. Calls `look`."""
         self.look()
         return self._until >= moment

@@ -16,7 +16,7 @@ class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weights that a run's engines have. A controller saves this for its successor before and after each change."""
 
     version: Count = 0
-    """Version that the engines serve; equals `coming` if one of them serves weights of that number from another lineage."""
+    """Version that the engines serve. If it equals `coming`, engines serve weights of the same number from another lineage."""
     lineage: Count = 0
     """Lineage of `version`; see `asyncmoe.rpc.messages.Leased`."""
     landed: bool = False

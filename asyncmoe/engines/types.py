@@ -33,8 +33,8 @@ class Sampling:
     Attributes:
         temperature: divides the logits; > 0.
         max_new_tokens: maximum length of the response, which then ends with finish "length".
-        stop: token ids that end a response, in addition to those of the model's generation_config.json; the stop token is part of the
-            response. Empty: only its length ends it.
+        stop: token ids that end a response, together with those of the model's generation_config.json; the stop token is part of the
+            response. If `stop` is empty, only the length ends a response.
         top_p, top_k, min_p: as in `RolloutSection`; by default, tokens are drawn from the whole vocabulary.
         recording: additional data that the engine reports.
     """

@@ -31,7 +31,7 @@ def install(folder: Path) -> None:
 
     Args:
         folder: a new folder that only this user may enter. The ranks of one machine meet in a file there (`RANKS_STORE` in their
-            environment names it); ranks of several machines meet at their address, and nothing listens elsewhere.
+            environment names it); ranks of several machines meet at the trainer's address, and nothing listens elsewhere.
     """
     module: Any = static_tcp_rendezvous
     module.create_rdzv_handler = lambda params: _Static(_create(params), folder / "ranks")
@@ -73,7 +73,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
                 raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
             why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
             got, hint = f"{self.master_addr}:{self.master_port} ({why})", "see cluster.network and ASYNCMOE_HOST"
-            raise UserError(_WHERE, got=got, expected="one of this machine", hint=hint) from error
+            raise UserError(_WHERE, got=got, expected="an address of this machine", hint=hint) from error
         store = cast(Any, dist).TCPStore
         fd = listener.detach()
         return store(self.master_addr, self.master_port, self.world_size, True, self.timeout, multi_tenant=True, master_listen_fd=fd)

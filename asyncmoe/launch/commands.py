@@ -31,7 +31,7 @@ class EngineMachine:
 
     Attributes:
         numbers: numbers of the engines.
-        node: index of the machine among each engine's `engines.nodes`.
+        node: index of the machine among the `engines.nodes` machines of each engine.
     """
 
     numbers: tuple[int, ...]

@@ -37,7 +37,7 @@ from asyncmoe.trajectory import NOTHING
 
 def evaluate(model: Path, config: Config) -> list[Evaluation]:
     """Start the configured engines with a model on this machine, ask them the questions of every evaluation set, and end them. Return the
-    result of each set, as one of version 0.
+    result of each set, as an evaluation of version 0.
 
     Args:
         model: directory of a Hugging Face checkpoint, or the id of one on the hub.
@@ -50,8 +50,8 @@ def evaluate(model: Path, config: Config) -> list[Evaluation]:
     """
     asked = config.evaluation
     if not (asked.every or asked.sets or asked.path):
-        expected = "questions to ask: evaluation.sets, evaluation.path, or evaluation.every above 0 for some held out from the task"
-        raise ConfigError("evaluation", got="none in the configuration", expected=expected, hint="for example evaluation.every=1")
+        expected = "evaluation.sets, evaluation.path, or evaluation.every above 0, which holds out questions of the task"
+        raise ConfigError("evaluation", got="no questions in the configuration", expected=expected, hint="for example evaluation.every=1")
     scratch = Scratch()  # if an engine fails, its log stays there until the next process makes such a folder
     config = hub.with_local_model(alone(config, model, scratch.path))
     models.check(config, models.hf_config_of(config), weights=config.model.path)

@@ -1,4 +1,4 @@
-"""`asyncmoe export`: convert a checkpoint of a run to a Hugging Face checkpoint, gathered under the run's parallel layout."""
+"""`asyncmoe export`: convert a checkpoint of a run to a Hugging Face checkpoint, by ranks in the run's parallel layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export(
     Raises:
         DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or cannot be created.
         StorageError: `out` cannot be written.
-        UserError: the run has no adapter, or its model has no float8 weights or is not the one that the adapter was trained on.
+        UserError: the `form` needs an adapter or float8 weights that the run lacks, or the adapter was trained on another model.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     checkpoint = intact.chosen(run_dir, step)

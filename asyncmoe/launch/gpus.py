@@ -23,7 +23,7 @@ def engine_arguments(config: Config, index: int, *, alone: bool = False) -> tupl
         alone: this machine has engines only, and no trainer ranks.
 
     Raises:
-        ConfigError: there is no GPU for it, none with enough memory, or none whose memory is known.
+        ConfigError: this machine has no GPU for the engine, or its memory is unknown or too small.
     """
     found = nvidia.look()
     if not found.gpus or found.chosen == () or not _on_gpus():

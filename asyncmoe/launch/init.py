@@ -107,7 +107,7 @@ def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
                 return name, "exact"
     hint = "rename the column of answers; without any, write a configuration with task.columns.answer=null and a scorer of your own"
     got = f"no answers; columns besides the question: {', '.join(first) or 'none'}"[:300]
-    raise DataError(str(source.path), got=got, expected=f"one of {', '.join(_ANSWERS)}", hint=hint)
+    raise DataError(str(source.path), got=got, expected=f"a column named {', '.join(_ANSWERS[:-1])} or {_ANSWERS[-1]}", hint=hint)
 
 
 def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
@@ -141,4 +141,4 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
             if "memory" not in found["trainer"]:  # else training needs host memory
                 return found
     got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"
-    raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N splits several machines")
+    raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N plans several machines")

@@ -82,7 +82,7 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     Args:
         known: errors that are raised with those found here.
         weights: the model's weights are on this machine; their headers are then compared with its configuration.
-        whole: also try tasks, scorer, teacher and environment, as the first worker of a run does; done anyway if the run is refused.
+        whole: also try tasks, scorer, teacher and environment, as the first worker of a run does; always done if another check fails.
 
     Raises:
         UserError: names everything that cannot be used: the model, the engines' Python, the user's own parts, the run directory.
@@ -110,7 +110,8 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
         faults.of(_check_going_on, config, hf, found.newest)
     nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
     if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
-        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; with 20, a lost one costs 20 steps", file=sys.stderr, flush=True)
+        lost = "got 0 on several nodes; with 20, a lost node costs at most 20 steps"
+        print(f"{WARNING}trainer.checkpoint_every: {lost}", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         faults.of(check_engine_python, config.engines.python)  # last, because it starts an interpreter
     if whole or faults.found:
@@ -158,7 +159,7 @@ def prepare(config: Config, found: Survey | None = None) -> Path:
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
-        print(f"checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)
+        print(f"damaged checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)
     if config.model.make is not None and to_make(config.model, config.run.dir):
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
@@ -187,11 +188,11 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
     """Refuse the directory of a key if it cannot be created or written to; a folder created for this check is removed.
 
     Raises:
-        ConfigError: it cannot be created, as below /proc or a dangling link.
+        ConfigError: it cannot be created, for example below /proc or a dangling link.
         StorageError: see `asyncmoe.storage.writing`; a parent is a file, or this user may not write there.
     """
     if barren := storage.try_place("run directory" if key == "run.dir" else key, directory):
-        raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
+        raise ConfigError(key, got=f"{directory}, but {barren}", expected="a writable directory")
 
 
 @contextmanager
@@ -211,7 +212,7 @@ def claim(directory: Path) -> Iterator[None]:
         lock = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever can open it can lock it
     if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
-        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
+        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory that no other run uses")
     with lock:
         try:
             yield
@@ -230,7 +231,8 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
         return
     limit = sglang_arguments.number(config.engines.args, "--max-lora-rank")
     if limit is not None and kind.rank > limit:
-        raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
+        expected = f"at most {limit}, the --max-lora-rank of engines.args"
+        raise ConfigError("lora.rank", got=kind.rank, expected=expected, hint="raise --max-lora-rank, or lower lora.rank")
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))
 
@@ -249,8 +251,8 @@ class _LocalParts:
         return child
 
     def end(self, name: str, engine_s: float = 0.0) -> None:
-        """End a part: the trainer gets time to stop, others are killed after `engine_s`, because a hanging one must not wake up beside its
-        successor."""
+        """End a part: the trainer gets time to stop; any other part is killed after `engine_s`, because a part that hangs must not wake up
+        beside its successor."""
         if (child := self._children.get(name)) is not None:
             child.end(STOP_GRACE_S if name == TRAINER else engine_s)
         if name == TRAINER:

@@ -36,7 +36,7 @@ def named(config: Config) -> dict[str, str]:
 
 
 def check(config: Config) -> dict[str, str]:
-    """Try the user's own code, and return it as `named` does; a family is tried on the model, if present.
+    """Try the user's own code, and return it as `named` does; a family is tried on the model, if this machine has it.
 
     Raises:
         UserError: names everything unusable; code that ended the process comes last.

@@ -17,7 +17,7 @@ CONTROLLER, TRAINER = "controller", "trainer"
 How = Literal["lost", "used up", "said"]
 """How a part ended. lost: a signal ended it, or it hangs; used up: an engine lost its server too often; said: it gave a reason."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
-"""Seconds before the second restart in a row, doubled for each further one, and their maximum; the first restart is immediate."""
+"""Seconds before the second restart in a row, doubled for each later restart, and the longest such wait; the first restart is immediate."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class StartAgain:
-    """Restart `parts`, of which the first was lost, after `after_s` seconds. `row`: its failures in a row so far, of at most `most`."""
+    """Restart `parts`, of which the first was lost, after `after_s` seconds. `row`: that part's failures in a row, of at most `most`."""
 
     parts: tuple[str, ...]
     after_s: float
@@ -134,8 +134,8 @@ def titled(part: str) -> str:
 
 
 def first_lost(rules: Mapping[str, LossRule], failure: Failure) -> str | None:
-    """Return the part whose loss explains the others': the controller, else the trainer, else an engine; None if a part that restarts only
-    when lost gave a reason for its end."""
+    """Return the part whose loss explains the other losses: the controller, else the trainer, else an engine; None if a part that restarts
+    only when lost gave a reason for its end."""
     if any(how == "said" and name in rules and rules[name].only_lost for name, how in failure.ended.items()):
         return None
     ranks = {CONTROLLER: 0, TRAINER: 1}

@@ -19,7 +19,7 @@ STOP_GRACE_S = 20.0
 _FOLLOWS = ("waited", "was ended by the controller")
 """Words in the reason of a process that failed because it lost another one."""
 _MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
-"""Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
+"""Words in the controller's reason if a rank's crash may be the cause: engines that receive the rank's weights can fail with it."""
 _CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
 """Signals caused by a process's own fault, in contrast to those sent by another process or the kernel."""
 _KILL, _UNEXPLAINED, _LOST = 1, 6, 7
@@ -62,8 +62,8 @@ class RunPart:
     Attributes:
         loss: the rule for its loss.
         start: starts it, and returns its processes, exactly one for the controller. None of its earlier processes may run. Called with the
-            number of its earlier starts, or, for the controller, of the trainer's. Raises AsyncmoeError if it cannot be started.
-        end: ends all its processes before it restarts: the trainer's are asked first, and killed if they do not end in time.
+            number of its earlier starts; for the controller, that of the trainer's. Raises AsyncmoeError if it cannot be started.
+        end: ends all its processes before it restarts. The trainer's are asked first, and killed if they do not end in time.
         due: when to start it, in time.monotonic's seconds; infinite once started.
         lost: how often it was lost and restarted.
         processes: those of its newest start; empty before the next one.

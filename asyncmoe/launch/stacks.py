@@ -19,7 +19,7 @@ from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
 _OWN_S, _WRITES_S = 3.0, 0.1
-"""Maximum seconds until a process begins to write its stacks, and seconds it then gets to finish: it writes a line at a time."""
+"""Maximum seconds until a process begins to write its stacks, and seconds it then gets to finish, because it writes a line at a time."""
 
 
 def stacks(run_dir: Path) -> Iterator[str]:
@@ -34,7 +34,7 @@ def stacks(run_dir: Path) -> Iterator[str]:
     if not here:
         got = f"{run_dir}, which has no running process on this host"
         hint = f"run the command on {elsewhere}" if elsewhere else None
-        raise UserError("asyncmoe stacks", got=got, expected="the directory of a running run (run.dir)", hint=hint)
+        raise UserError("asyncmoe stacks", got=got, expected="the run.dir of a run in progress", hint=hint)
     beats = {beat.pid: beat for beat in heartbeats.read(run_dir).values()}
     for one in here:
         yield f"== {one.role}, pid {one.pid}\n{_own(run_dir, one, beats)}"

@@ -33,7 +33,7 @@ def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a trainer's ranks.
 
     Args:
-        ours: the starting process's variables; the user's values take precedence.
+        ours: the starting process's variables, which take precedence.
     """
     return {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
 
@@ -102,8 +102,8 @@ def run(arguments: Sequence[str]) -> None:
 def first(failed: Sequence[FailedRank]) -> FailedRank:
     """Return the root cause among failed ranks: a failure that would recur, else the earliest.
 
-    If two failures are simultaneous, a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last:
-    torchrun sends it to the remaining ranks.
+    If two failures are simultaneous, a signal precedes an error, because the error may report the loss of the rank
+    that the signal ended. SIGTERM comes last: torchrun sends it to the remaining ranks.
     """
 
     def order(one: FailedRank) -> tuple[object, ...]:

@@ -38,8 +38,8 @@ _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first value once a root cause is known, else the second."""
 _GOODBYE_S = 60.0
-"""Seconds for controller and trainer to end after each other. torchrun's agents wait for each other at the end, and on busy machines 20
-seconds were not enough."""
+"""Seconds that controller and trainer may end apart. torchrun's agents wait for each other at the end, and on busy machines 20 seconds were
+not enough."""
 _DISMISSED_S = 5.0
 """Seconds for engines to end after the controller has dismissed them; one that never joined is not dismissed."""
 _INTERRUPTED = (-signal.SIGINT, 130)
@@ -177,7 +177,7 @@ def _watch(run: _Supervision) -> None:
                 save_by = now + (seconds := stop.seconds())
                 how = f"{seconds:.0f} s for a checkpoint" if seconds < math.inf else "saving a checkpoint (Ctrl-C again ends at once)"
                 run.view.say(f"stopping: {how}")
-            # No process had joined a controller that was interrupted early. With the trainer lost and not restarted, nothing can save.
+            # If the controller was interrupted early, no process had joined it; if the trainer is lost and not restarted, nothing can save.
             if controller is None or controller.returncode in (0, *_INTERRUPTED) or not processes.trainers or now > min(save_by, end_by):
                 break
             told = told or stop.tell(controller)
@@ -190,7 +190,8 @@ def _watch(run: _Supervision) -> None:
         if controller is not None and processes.trainers and (controller not in late or late == [controller]):
             end_by = min(end_by, now + _GOODBYE_S)
             if late and now > end_by and not stop.asked():
-                raise AsyncmoeError(f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the others; its log is {late[0].log}")
+                what = f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the other processes"
+                raise AsyncmoeError(f"{what}; its log is {late[0].log}")
         time.sleep(_POLL_S)
     if processes.controller is not None and processes.controller.returncode == 0:
         _wait(processes.trainers, _GOODBYE_S, stop)
@@ -207,7 +208,7 @@ class _Supervision:
         self._history: list[Failure] = []
 
     def start_due(self, now: float) -> None:
-        """Start the parts that are due, unless the run is stopping: then there is nothing more to save.
+        """Start the parts that are due, unless the run is stopping, since a new start would have nothing to save.
 
         Raises:
             AsyncmoeError: one cannot be started.

@@ -119,7 +119,7 @@ class Watcher:
         self._dumped = {role: path for role, path in self._dumped.items() if not role.startswith(roles)}
 
     def named(self, error: AsyncmoeError) -> AsyncmoeError:
-        """Return an error that names the process that was silent longest, if any: others fail because of it."""
+        """Return an error that names the process that was silent longest, if any, because its silence makes others fail."""
         first = next((one for one in self._silences if one.role in self._dumped), None)
         if first is None:
             return error
@@ -136,8 +136,8 @@ def _inode(folder: Path) -> int | None:
 
 
 def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
-    """Write the stacks of every process of a run on this host, and why, to a new file in run.dir/logs; return it. Only the newest such
-    files are kept.
+    """Write the stacks of every process of a run on this host to a new file in run.dir/logs, with the reason for it; return the file.
+    Only the newest such files are kept.
 
     Raises:
         StorageError: the file cannot be written.

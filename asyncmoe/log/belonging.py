@@ -67,8 +67,8 @@ def check(known: Belonging, now: Belonging, run_dir: Path) -> None:
     """Refuse a configuration that does not match the log of a run that has begun. A deleted log matches any configuration.
 
     Raises:
-        ConfigError: the log is in Redis and not in a folder, or vice versa, or in another folder.
-        DataError: the log belongs to something else.
+        ConfigError: the log is not in the place that the configuration names (Redis or a folder).
+        DataError: a setting on which the log depends has changed.
     """
     former, place = known.where(run_dir), now.where(run_dir)
     if known.redis != now.redis or (former != place and former.exists() and not place.exists()):

@@ -45,7 +45,7 @@ def head(identity: bytes, position: int, parts: Sequence[Buffer]) -> bytes:
 
 
 def records_in(data: bytes, first: int, identity: bytes) -> Iterator[Found]:
-    """Yield everything in a segment, in order. Pure.
+    """Yield records and damaged ranges of a segment, in order. Pure.
 
     Args:
         data: the segment without its header.
@@ -78,7 +78,7 @@ def path_of(folder: Path, first: int) -> Path:
 
 
 def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
-    """Yield everything in a log, in order. Blocks; changes nothing.
+    """Yield records and damaged ranges of a log, in order. Blocks; changes nothing.
 
     Args:
         identity: identity of the log; None: the one in each segment's header.
@@ -100,7 +100,7 @@ def _read(path: Path, most: int | None) -> tuple[bytes, bytes]:
         with path.open("rb") as file:
             return file.read(HEADER_BYTES), file.read(most)
     except OSError as error:
-        raise DataError(f"log {path}", got=error.strerror, expected="a file that can be read") from error
+        raise DataError(f"log {path}", got=error.strerror, expected="a readable file") from error
 
 
 def examine(folder: Path) -> str:
@@ -189,7 +189,7 @@ class FileLog(Log):
                     left, offset = left[written:], offset + written
 
     def _begin(self, first: int) -> None:
-        """Begin a segment, and overwrite one of the same name, which has no whole record."""
+        """Begin a segment. An existing file of its name has no whole record, and is overwritten."""
         file = os.open(path_of(self._folder, first), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         if self._file >= 0:
             os.close(self._file)
@@ -230,7 +230,7 @@ def _claim(lock: int, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'unknown'})"
-        raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
+        raise UserError("log", got=got, expected="one controller per run, one process per worker", hint="end that process") from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -248,7 +248,7 @@ def _end(path: Path, first: int, identity: bytes) -> int:
         said, data = file.read(HEADER_BYTES), file.read()
     ours = said == header(identity, first)
     if not ours and _sound(said):
-        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}: its queue is then sampled again"
+        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}; then groups are sampled again"
         raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]
     return max(whole, default=first) if whole or ours else first + len(data)

@@ -124,7 +124,7 @@ class Log(ABC):
     def forget(self, below: int) -> Future[int]:
         """Free the records before a position, as far as they fill whole segments; the future returns the bytes freed.
 
-        If that fails, the log has failed.
+        If the deletion fails, the log can no longer be used.
         """
         return self._turns.submit(self._acted, self._forget, below)
 
@@ -151,7 +151,7 @@ class Log(ABC):
 
     @abstractmethod
     def _found(self) -> Iterator[Found]:
-        """Yield everything in the log, in order."""
+        """Yield records and damaged ranges of the log, in order."""
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:

@@ -67,7 +67,7 @@ class RedisServer:
             raise UserError(KEY, got=f"Redis {told['redis_version']} at {self.name}", expected="6.2 or later")
         for setting, expected in _NEEDS.items():
             if (got := told.get(setting, "nothing")) != expected:
-                hint = "otherwise it may lose or evict what it has acknowledged: name another server, or set it in its redis.conf"
+                hint = "otherwise the server may lose acknowledged records: set this in its redis.conf, or name another server"
                 raise UserError(KEY, got=f"{self.name} with {setting} {got}", expected=f"{setting} {expected}", hint=hint)
 
     def call(self, request: Callable[[Any], T]) -> T:
@@ -79,7 +79,7 @@ class RedisServer:
             except (RedisError, OSError) as error:
                 if isinstance(error, AuthenticationError) or not isinstance(error, _BROKEN) or time.monotonic() >= until:
                     raise self.explained(error) from error
-                log.warning("log: %s does not answer (%s); it is asked again", self.name, error)
+                log.warning("log: %s does not answer (%s); trying again", self.name, error)
                 time.sleep(_PAUSE_S)
 
     def explained(self, error: Exception) -> AsyncmoeError:
@@ -120,7 +120,7 @@ class RedisLog(Log):
         server.check()
         until = time.monotonic() + _LOCK_S + 1.0
         while not self._call(self._hold):
-            if time.monotonic() >= until:  # until then, the holder may have ended without releasing it
+            if time.monotonic() >= until:  # until then, the lock may be that of a process that ended without releasing it
                 raise self._taken()
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
@@ -152,7 +152,7 @@ class RedisLog(Log):
         def send(client: Any) -> None:
             newest = self._newest(client)
             if newest < self._last:
-                lost = "it has lost what it had acknowledged, or somebody has deleted it: delete its keys, which loses what was queued"
+                lost = "the server lost acknowledged records, or somebody deleted them: delete the log's keys, which loses queued groups"
                 raise StorageError(f"{self.name}: got records up to {newest}, expected {self._last}; {lost}")
             if newest > batch[-1][0]:
                 raise self._taken()
@@ -183,7 +183,7 @@ class RedisLog(Log):
     def _taken(self) -> UserError:
         holder = (self._call(lambda client: client.get(self._lock)) or b"one that has ended ?").decode(errors="replace")
         got = f"{self._server.name} {self._all}*, in use by another process ({holder.rpartition(' ')[0]})"
-        return UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it")
+        return UserError("log", got=got, expected="one controller per run, one process per worker", hint="end that process")
 
     def _hold(self, client: Any) -> bool:
         """Take or renew the lock; return False if another process has it."""
@@ -204,7 +204,7 @@ class RedisLog(Log):
         return int(self._call(lambda client: client.memory_usage(self._key, samples=0)) or 0)
 
     def _beat(self) -> None:
-        """Renew the lock, and check that the server is still safe. If it does not answer, writers wait and report it."""
+        """Renew the lock, and check that the server is still safe. If the server does not answer, writes wait and report it."""
         try:
             if not self._hold(self._server.client):
                 raise self._taken()

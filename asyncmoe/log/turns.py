@@ -18,7 +18,7 @@ from asyncmoe.log.log import Log
 
 log = logging.getLogger(__name__)
 SHARE = 4
-"""Answers may use 1/SHARE of the bound on payloads."""
+"""Answers may use 1/`SHARE` of `log.max_bytes`."""
 
 
 class EpisodeId(msgspec.Struct, frozen=True, array_like=True):

@@ -46,7 +46,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     """Read `config.json` of a model directory, or the file itself, and fill in absent keys (`Family.completed`).
 
     Raises:
-        DataError: there is no such directory or file, or it is not a JSON object.
+        DataError: there is no such directory or file, or the file is not a JSON object.
     """
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
@@ -62,7 +62,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
     if FAMILY in values:
-        raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
+        raise DataError(str(file), got=f"the key {FAMILY}", expected="no such key: only model.family names a family's code")
     family = FAMILIES.get(str(values.get("model_type")))
     return values if family is None else family.completed(values)
 
@@ -80,7 +80,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
 
     Raises:
         UserError: unsupported model family, or faults of the model, one per line.
-        ConfigError: names the key and the possible values.
+        ConfigError: an impossible combination; names the key and the possible values.
     """
     family = family_of(hf)
     try_family(hf)
@@ -129,7 +129,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
     if float8_of(hf) is None:
         return
     if config.adapter is not None:
-        hint = "take the checkpoint in bfloat16"
+        hint = "use the model's bfloat16 checkpoint"
         raise ConfigError("train", got="lora", expected="full because the model's checkpoint is in float8", hint=hint)
     if config.sync.method == "disk":
         raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is in float8")
@@ -140,7 +140,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
         what = "engines"
         payload.engines(engines, "bfloat16")
     except LayoutError as error:
-        hint = f"lower tp of the {what}, or take the checkpoint in bfloat16"
+        hint = f"lower tp of the {what}, or use the model's bfloat16 checkpoint"
         raise ConfigError("shards of float8", got=str(error), expected="whole blocks in every rank", hint=hint) from error
 
 
@@ -176,14 +176,14 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
     if routing is not None and config.keep.routing != "off" and config.rollout.interruption == "retract":
-        expected = "another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)"
+        expected = "another value because routing is kept (SGLang would report the new weights' routes for tokens of the old weights)"
         hint = "set rollout.interruption to in_place, or keep.routing to off"
         raise ConfigError("rollout.interruption", got="retract", expected=expected, hint=hint)
     return None if config.keep.routing == "off" else routing
 
 
 def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
-    """Return the data that engines record for every sampled token, and the further contents of its trajectory.
+    """Return the data that engines record for every sampled token, and what else its trajectory holds.
 
     Raises: see `kept_routing`; also ConfigError for more ids than the model has.
     """

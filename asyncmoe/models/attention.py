@@ -51,7 +51,7 @@ class Grouped:
             raise ConfigError("num_attention_heads in config.json", got=m.heads, expected=expected)
         turning = m.head_dim * self.rotary
         if turning % 2:
-            share = f", of which {self.rotary:g} rotate" if self.rotary != 1 else ""
+            share = f", of which a share of {self.rotary:g} rotates" if self.rotary != 1 else ""
             raise ConfigError("head_dim in config.json", got=f"{m.head_dim}{share}", expected="an even number of dimensions that rotate")
 
     def shapes(self, m: Shape) -> Shapes:

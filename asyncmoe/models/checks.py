@@ -40,7 +40,7 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """Return an error for each unsupported feature.
 
     Args:
-        wanted: the last entry for a key applies.
+        wanted: the features to check; of several entries for a key, the last applies.
     """
     last = {one[0]: one for one in wanted}.values()
     found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
@@ -70,8 +70,8 @@ def untrained_layers(hf: HfConfig) -> list[UserError]:
     """Return an error if a model has multi-token prediction layers, which would stay untrained."""
     if not (extra := next(filter(None, map(hf.get, UNTRAINED)), 0)):
         return []
-    expected = "0, as multi-token prediction layers are neither trained nor sent to engines, and would soon be out of date"
-    hint = "set it to 0: the model is then trained, served and exported without them"
+    expected = "0, as multi-token prediction layers are neither trained nor sent to engines"
+    hint = "with 0, the model is trained, served and exported without them"
     return [ConfigError("num_nextn_predict_layers in config.json", got=extra, expected=expected, hint=hint)]
 
 
@@ -135,11 +135,11 @@ def _check_stages(m: Shape, parallel: MegatronParallel) -> None:
         key, got = ("first_stage_layers", first) if first is not None else ("last_stage_layers", last)
         others = [replace(parallel, first_layers=n) if first is not None else replace(parallel, last_layers=n) for n in range(1, m.layers)]
         fit = [n for n, other in enumerate(others, 1) if other.stage_layers(m.layers)]
-        expected = f"a count that leaves the other stages of trainer.pp = {pp} equal shares of the model's num_hidden_layers = {m.layers}"
+        expected = f"a count that lets the other stages of trainer.pp = {pp} share the rest of num_hidden_layers = {m.layers} equally"
         raise ConfigError(f"trainer.{key}", got=got, expected=expected, hint=_possible(fit))
     if any(count % parallel.vpp for count in counts):
         sizes = ", ".join(map(str, sorted(set(counts))))
-        expected = f"a divisor of the layers of every pipeline stage: {sizes}"
+        expected = f"a divisor of each pipeline stage's number of layers ({sizes})"
         raise ConfigError("trainer.vpp", got=parallel.vpp, expected=expected, hint=_possible(_divisors(gcd(*counts))))
 
 

@@ -82,7 +82,7 @@ def misfits(hf: Mapping[str, Any], file: str = "config.json") -> list[UserError]
             found.append(ConfigError(f"{key} in {file}", got=repr(value)[:120], expected=expected))
     for given in ({name: hf[name] for name in names if hf.get(name) is not None} for names in _TWINS):
         if len({*map(repr, given.values())}) > 1:
-            found.append(ConfigError(f"{' and '.join(given)} in config.json", got=[*given.values()], expected="one value of both"))
+            found.append(ConfigError(f"{' and '.join(given)} in config.json", got=[*given.values()], expected="the same value for both"))
     return found
 
 
@@ -99,5 +99,5 @@ def unknown(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> list[UserError]:
     if not odd or not keys:
         return []
     told = ", ".join(f"{key} = {given[key]!r}"[:120] for key in sorted(odd))
-    hint = "remove a key that does not change the model's computation; a model that needs any other key cannot be trained"
+    hint = "remove them if they do not change the computation; otherwise the model needs a family of its own (model.family)"
     return [ConfigError("keys of config.json", got=told, expected="only keys that asyncmoe knows for its model_type", hint=hint)]

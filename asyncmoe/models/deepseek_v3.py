@@ -17,7 +17,7 @@ from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 
 _UNSAID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _TOLD = ("--json-model-override-args", json.dumps(_UNSAID))
-"""Behaviour that is fixed in transformers' class, so config.json lacks these keys; SGLang's class has no defaults for them."""
+"""Keys that config.json lacks because transformers' class fixes the behaviour; SGLang's class has no defaults for them."""
 
 
 def _shape_of(hf: HfConfig) -> Shape:

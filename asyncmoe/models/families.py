@@ -54,7 +54,7 @@ def family_of(hf: Mapping[str, Any]) -> Family:
 def _own(target: str, kind: object) -> Family:
     found = load_own(target)
     if kind not in (found.name, *found.also):
-        expected = f"model_type {' or '.join((found.name, *found.also))} in config.json, for which {target} is"
+        expected = f"a model_type that {target} supports ({' or '.join((found.name, *found.also))})"
         raise ConfigError(KEY, got=f"{target} for a model of model_type {kind!r}", expected=expected)
     return found
 
@@ -98,7 +98,7 @@ def try_family(hf: Mapping[str, Any]) -> None:
             for name, step in steps.items():
                 if not step():
                     expected = "the type that asyncmoe.models.Family documents"
-                    raise ConfigError(KEY, got=f"another type from {name} of {target}", expected=expected)
+                    raise ConfigError(KEY, got=f"a wrong type from {name} of {target}", expected=expected)
     except plugins.Failed as failed:
         got, expected = f"{failed} from {name} of {target}", "a result; it must not raise an exception, end the process or wait"
         raise ConfigError(KEY, got=got, expected=expected) from failed

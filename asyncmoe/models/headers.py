@@ -25,11 +25,11 @@ from asyncmoe.reshard.layout import Storage
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PLAIN = ("BF16", "F32", "F16")
-_CORRECT = "correct config.json, or take a checkpoint that it describes"
+_CORRECT = "correct config.json, or use a checkpoint that it describes"
 _WAYS_OUT = (
     (r"experts\.(gate_up_proj|down_proj)$", "save it with save_pretrained(..., save_original_format=True) of transformers"),
     (r"\.lora_|\.base_layer\.", "merge the adapter into the weights (merge_and_unload of PEFT), or train with lora.start"),
-    (r"_scale|qweight|qzeros|g_idx|absmax|quant_|_packed", "it looks quantised as config.json does not say: take one in bfloat16"),
+    (r"_scale|qweight|qzeros|g_idx|absmax|quant_|_packed", "it looks quantised, but config.json does not say so: use bfloat16 weights"),
     ("^lm_head", f"set tie_word_embeddings to false, or {_CORRECT}"),
     ("", _CORRECT),
 )
@@ -124,7 +124,7 @@ def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError
             elsewhere += held.keys() - right.keys()
             stored = {**held, **stored, **right}
     if elsewhere:
-        found.append(DataError(str(path / INDEX), got=f"{_told(elsewhere)} in another file", expected="each tensor once, as in the index"))
+        found.append(DataError(str(path / INDEX), got=f"{_told(elsewhere)} in another file", expected="the file that the index names"))
     return found, stored
 
 

@@ -45,23 +45,23 @@ def pointers(model: Path) -> list[DataError]:
     """Return an error that names the model files that are Git LFS pointers; [] if there are none."""
     small = [path for path in texts(model, (CONFIG, *_TEXTS, "*.safetensors*")) if path.stat().st_size < _POINTER_BYTES]
     named = ", ".join(path.relative_to(model).as_posix() for path in small if path.read_bytes().startswith(_POINTER))
-    told = DataError(str(model), got=f"{named:.300}: Git LFS pointers", expected="the files themselves", hint="run `git lfs pull` in it")
+    told = DataError(str(model), got=f"{named:.300}: Git LFS pointers", expected="the files themselves", hint="run `git lfs pull` there")
     return [told] if named else []
 
 
 def tokenizer_settings(model: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if there is none: transformers then looks elsewhere."""
+    """Return tokenizer_config.json, or {} if there is none; transformers then looks elsewhere."""
     settings = _json(model / "tokenizer_config.json")
     return settings if isinstance(settings, dict) else {}
 
 
 def tokenizer_faults(model: Path) -> list[DataError]:
-    """Return an error if a directory has no tokenizer, i.e. neither a vocabulary (without one transformers makes some tokenizers empty) nor
-    code that builds one; or if its files are incomplete."""
+    """Return an error if a directory has no tokenizer, or an incomplete one. A tokenizer needs a vocabulary, without which transformers
+    makes some tokenizers empty, or code that builds one."""
     broken = ", ".join(path.name for path in texts(model, ("tokenizer*.json",)) if _json(path) is None)
     if not broken and (texts(model, _VOCABULARIES) or "auto_map" in tokenizer_settings(model)):
         return []
-    fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {model}"
+    fetch = f"fetch the model's own tokenizer: hf download ORG/NAME --exclude '*.safetensors' --local-dir {model}"
     got = f"{broken}, incomplete" if broken else "no vocabulary"
     return [DataError("model.path", got=got, expected=f"a tokenizer in {model}", hint=fetch)]
 

@@ -29,7 +29,7 @@ def is_id(path: Path) -> bool:
 def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
     """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 the hub is not asked.
 
-    Return its ModelInfo, with file sizes, or DatasetInfo; None if the hub was not asked.
+    Return the repository's ModelInfo, with file sizes, or DatasetInfo; None if the hub was not asked.
 
     Args:
         key: configuration key of the id, for messages.
@@ -46,14 +46,14 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> A
         return HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S, files_metadata=kind == "model")
     except HfHubHTTPError as error:
         # The hub gives the same reply for a private repository and a missing one.
-        got = f"{name}: no such path here, and as an id the hub answered {' '.join(str(error).split())[:200]}"
+        got = f"{name}: no such path here, and for this id the hub answered {' '.join(str(error).split())[:200]}"
         raise DataError(
             key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
         ) from error
     except Exception as error:
         got = f"{name}: no such path here, and {constants.ENDPOINT} cannot be reached ({' '.join(str(error).split())[:200]})"
-        hint = "give a local path, or HF_HUB_OFFLINE=1 to use a copy in the cache"
-        raise DataError(key, got=got, expected=f"a local path, or the id of a {kind} and a network", hint=hint) from error
+        hint = "HF_HUB_OFFLINE=1 uses a copy in the cache"
+        raise DataError(key, got=got, expected=f"a local path, or a {kind} id and a network connection", hint=hint) from error
 
 
 def with_local_model(config: Config, *, download: bool = True) -> Config:
@@ -63,7 +63,7 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
         download: false: use only the cache, as trainer ranks do, so that not every rank of a run asks the hub.
 
     Raises:
-        DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
+        DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of the model.
     """
     path = config.model.path
     if not _on_hub(config):

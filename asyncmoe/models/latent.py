@@ -47,7 +47,7 @@ class Latent:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Linear layers that can have an adapter. Without q_rank, q_proj and kv_a_proj_with_mqa cannot: SGLang looks for adapters of
+        """Linear layers that can have an adapter. If q_rank is None, q_proj and kv_a_proj_with_mqa cannot: SGLang looks for adapters of
         q_proj in qkv_proj, and supports kv_a_proj_with_mqa only fused with q_a_proj (`get_normalized_target_modules` of lora/utils.py)."""
         return LATENT if self.q_rank is not None else ("kv_b_proj", "o_proj")
 
@@ -132,7 +132,7 @@ def latent(hf: HfConfig) -> Latent:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """Return restrictions where Megatron and transformers compute differently.
+    """Return restrictions for features that Megatron and transformers compute differently.
 
     Raises:
         ConfigError: a number for scaled positions is missing.

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 PLACE = Path("runs/models")
 """A run may make a model only below this directory or its own run directory."""
 _INIT_STD_TIMES_ROOT_HIDDEN = 0.9
-"""Standard deviation of weights times the root of the hidden size (Qwen's: 0.02 at 2048), so that outputs have one scale at any size."""
+"""Standard deviation of weights times the square root of the hidden size (Qwen's: 0.02 at 2048): outputs have one scale at any size."""
 
 
 def to_make(model: ModelSection, run_dir: Path) -> bool:
@@ -42,7 +42,7 @@ def to_make(model: ModelSection, run_dir: Path) -> bool:
             "model.path",
             got=f"{model.path}, which does not exist",
             expected=f"a model directory; model.make writes a random model only below {PLACE} and run.dir",
-            hint=f"correct the path, or run asyncmoe make-model {model.path} if you mean a random model there",
+            hint=f"correct the path, or run asyncmoe make-model {model.path} for a random model there",
         )
     return True
 

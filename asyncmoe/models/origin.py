@@ -106,16 +106,16 @@ def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> I
         yield ConfigError("model.path", got=f"a model with {got}", expected=f"{then}, as {name} has", hint=hint)
     if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
         hint = f"another seed would change which prompts are left; set run.seed={seed}, {_ELSEWHERE}"
-        yield ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
+        yield ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, with which {name} was made", hint=hint)
     dtype = saved.get("dtype", config.trainer.weights_dtype)
     # A sharded optimizer has float32 masters for every dtype. An unsharded one has none for float32, so its weights would be rounded.
     sharded = saved.get("distributed_optimizer")
     if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
         shard = ", or trainer.optimizer.distributed=true, with which the dtype may change" if sharded else ""
         hint = f"set trainer.dtype={dtype}{shard}, {_ELSEWHERE}"
-        yield ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+        yield ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, with which {name} was made", hint=hint)
     if (taken := int(saved["step"]) - config.warmup.steps) > config.run.steps:
-        hint = f"the run in {config.run.dir} has them, with {name}; set a higher number to go on, or another run.dir"
+        hint = f"{config.run.dir} has these steps in {name}; raise run.steps to go on, or choose another run.dir"
         yield ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
 
 
@@ -146,7 +146,8 @@ def check_weights(config: Config, checkpoint: Path) -> None:
     told = checkpoints.facts(checkpoint).get("origin", {}).get(_WEIGHTS)
     found = _digest(_WEIGHTS, sorted(config.model.path.glob("*.safetensors")))
     if told not in (None, found):
-        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint="the adapter was trained on those")
+        hint = "the adapter was trained on the expected weights"
+        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint=hint)
 
 
 def read(run_dir: Path) -> dict[str, str]:
@@ -206,5 +207,5 @@ def _digest(key: str, files: Sequence[Path]) -> str:
                     file.seek(place)
                     found.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
-        raise DataError(key, got=f"{error.filename}: {error.strerror}", expected="a file that can be read") from error
+        raise DataError(key, got=f"{error.filename}: {error.strerror}", expected="a readable file") from error
     return f"{sum(sizes)} bytes with digest {found.hexdigest()[:12]}"

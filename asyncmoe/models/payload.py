@@ -91,7 +91,7 @@ class Payload:
         """Add scales to a layout if the weights are quantised.
 
         Args:
-            there: whether the weights on this side are float8, too.
+            there: whether the weights in this layout are float8, too.
         """
         return layout if self.float8 is None else with_scales(layout, self._weights, quantised, quantised=there)
 

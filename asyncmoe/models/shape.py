@@ -107,7 +107,7 @@ def decoder(hf: HfConfig, attention: Attention, **others: Any) -> Shape:
     """Read the sizes from a configuration with the keys of transformers 4 or 5.
 
     Args:
-        others: further attributes of `Shape`. Without `dense_layers`, no layer has experts.
+        others: attributes of `Shape` that are not read here. Without `dense_layers`, no layer has experts.
 
     Raises:
         ConfigError: a key is missing.

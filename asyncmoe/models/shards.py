@@ -14,7 +14,7 @@ def shard(total: int, parts: int, index: int) -> tuple[int, int]:
         ConfigError: `parts` does not divide `total`.
     """
     if total % parts:
-        raise ConfigError("equal shards", got=f"{total} over {parts} ranks", expected="a multiple")
+        raise ConfigError("equal shards", got=f"{total} over {parts} ranks", expected=f"a multiple of {parts}")
     return index * (total // parts), total // parts
 
 

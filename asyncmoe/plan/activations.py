@@ -180,7 +180,7 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes that a backward pass needs besides the kept ones: for the current layer, or for the output layer before it. On
+    """Return the peak bytes that a backward pass needs besides the kept ones: for one layer, or for the output layer, which comes first. On
     CPUs, include the rotary angles of all rows, which layers share, and the norm before the output layer."""
     kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
@@ -208,7 +208,7 @@ def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, den
 def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Return the peak bytes of gradients in a layer's backward pass, less those of activations freed by then.
 
-    It begins with the gradient of the layer's output. From the gradient of a gated MLP's product the gradients of its two factors are then
+    The pass begins with the output's gradient. From the gradient of a gated MLP's product the gradients of its two factors are then
     computed, before anything but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times while
     sorting them, or the gradients of their outputs while the experts run one after another as MLPs. When attention begins, the MLP's
     activations have been freed.

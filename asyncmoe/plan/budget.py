@@ -51,7 +51,7 @@ class Budget:
 
     @property
     def line(self) -> str:
-        """The line of a YAML file that states its budget."""
+        """The line that states this budget in a YAML file."""
         where = " on CPU" if self.cpu else " together" if self.shared else ""
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
@@ -100,8 +100,8 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
     raise ConfigError(
         OFFLOAD,
         got=f"{share:g}, with which {ranks} trainer ranks take {_gb(needed)} GB of their machine's memory",
-        expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} are left free",
-        hint=f"take {f'{fitting:g}, or ' if fitting else ''}more trainer nodes (cluster.trainer_nodes)",
+        expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free",
+        hint=f"{f'set {fitting:g}, or ' if fitting else ''}use more trainer nodes (cluster.trainer_nodes)",
     )
 
 
@@ -189,7 +189,7 @@ def hf_of(config: Config, model: Path | None = None) -> Hf:
         model: a config.json or its directory, to read instead of `model.path`.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such configuration.
         ConfigError: the model would be made where a run must not make one.
     """
     made = config.model.make

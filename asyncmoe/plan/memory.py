@@ -51,7 +51,7 @@ class GpuMemory:
     """Bytes on one GPU, by purpose.
 
     Attributes:
-        host: bytes of host memory that its process may need, by the configuration key that requires them.
+        host: bytes of host memory that the GPU's process may need, by the configuration key that requires them.
     """
 
     parts: Mapping[str, int]
@@ -142,7 +142,7 @@ class RankParameters:
         experts: parameters replicated over expert-data-parallel ranks.
         nbytes: bytes of all parameters in their dtypes, and of the router biases, which have no gradient.
         copies: bytes of the parameters that are sent to engines in a dtype different from their own.
-        sent: bytes that the rank sends to an engine, in the engine's dtypes: ranks with the same weights each send a share.
+        sent: bytes that the rank sends to an engine, in the engine's dtypes; ranks with the same weights each send a share.
     """
 
     dense: int = 0
@@ -183,7 +183,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "reference": reference if pass_.cpu else max(0, reference - kept),
         "float8 weights": 0 if training.float8_edges is None else _float8_weights(m, parallel, rank, training.float8_edges),
         "activations": kept,
-        # the larger of a backward pass's and the optimizer step's; during that step there are no activations
+        # the larger of a backward pass's and the optimizer step's, during which there are no activations
         "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
         # adapters (`AdapterSources`) and weights sent in a different dtype (`WeightSources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
@@ -206,7 +206,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
 
 
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return the bytes of the optimizer's state on a GPU, 12 per parameter in all (`Training.state`), without what is offloaded."""
+    """Return the bytes of the optimizer's state on a GPU (`Training.state` per parameter), without what is offloaded."""
     return (stepped(trained, parallel, training) - offloaded(trained, parallel, training)) * training.state
 
 

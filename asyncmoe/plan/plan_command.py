@@ -93,7 +93,7 @@ def parse_adapter(text: str, m: Shape) -> Kind:
     """
     given = dict(part.strip().partition("=")[::2] for part in text.split(","))
     if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given or len(given) <= text.count(","):
-        raise ConfigError("--lora", got=repr(text), expected="rank=32, and experts=shared_outer or targets=q_proj+v_proj if wanted")
+        raise ConfigError("--lora", got=repr(text), expected="rank=32, optionally with experts=shared_outer or targets=q_proj+v_proj")
     values: dict[str, Any] = {**given, "targets": given["targets"].split("+")} if "targets" in given else given
     kind = kind_of(section(LoraSection, values, "lora"), m)
     halves.check(kind, m)

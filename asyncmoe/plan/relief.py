@@ -49,6 +49,6 @@ def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = 
     return ConfigError(
         f"memory of {card}",
         got=f"{total / 1e9:.3g} GB of {whose} ({largest})",
-        expected=f"at most {usable(gpu_gb) / 1e9:.3g}, as {1 - USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
+        expected=f"at most {usable(gpu_gb) / 1e9:.3g} GB, as {1 - USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
         hint=f"take {', or '.join(ways)}",
     )

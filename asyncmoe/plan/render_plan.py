@@ -98,7 +98,7 @@ def show_splits(
     for one, _ in found:
         lines += [f"Keys, {one.name}:", *yaml_keys(one)]
     command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split, cluster, hf, measured))}"
-    lines += ["To simulate this model, with multiples of the trainer's least size and several max_staleness:", command]
+    lines += ["To simulate this model, with multiples of the trainer's least size and several values of max_staleness:", command]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -3,7 +3,7 @@
 The estimate assumes H100s and needs only the model and its KV cache. It serves to compare trainer and engines, not to predict a run:
 
 - Training a token takes 6 FLOPs per active parameter: 2 forward, 2 for gradients of activations, and 2 for gradients of weights, which
-  adapters save; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs
+  adapters avoid; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs
   reach `_EFFICIENCY` of their peak. The CPU's update of offloaded parameters is left out.
 - A decoding step reads the engine's weights and the KV cache of all its conversations once, at `_READING` of the GPU's bandwidth, and takes
   2 FLOPs per token and active parameter. Prefill is left out.
@@ -31,7 +31,7 @@ Amount = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class MeasuredSide(msgspec.Struct, frozen=True):
-    """The trainer, whose tokens include prompts, or all engines, with `running` conversations at once on each."""
+    """Speed of the trainer, whose tokens include prompts, or of all engines with `running` conversations at once on each."""
 
     gpus: Count
     tokens_per_s: Amount
@@ -44,7 +44,7 @@ class MeasuredSide(msgspec.Struct, frozen=True):
 
 
 class MeasuredLengths(msgspec.Struct, frozen=True):
-    """Mean tokens."""
+    """Mean lengths in tokens."""
 
     prompt: Annotated[float, msgspec.Meta(ge=0)]
     response: Amount
@@ -68,14 +68,14 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
 
     Raises:
         DataError: the file is missing or does not have this format.
-        ConfigError: the measured model has another number of parameters.
+        ConfigError: the measured model's number of parameters differs from that of `hf`.
     """
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Measured)
     except (OSError, msgspec.DecodeError) as error:
-        raise DataError(str(file), got=str(error), expected="a file of asyncmoe bench step CONFIG --json FILE") from error
+        raise DataError(str(file), got=str(error), expected="what asyncmoe bench step CONFIG --json FILE wrote") from error
     if hf is not None and found.parameters != (planned := memory.whole(hf).all):
-        raise ConfigError("--measured", got=f"a model of {found.parameters:,} parameters", expected=f"--model, which has {planned:,}")
+        raise ConfigError("--measured", got=f"a model of {found.parameters:,} parameters", expected=f"{planned:,}, as --model has")
     return found
 
 

@@ -142,7 +142,7 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
         hint = None if enough is None else f"take at least {enough + engine.nodes} nodes,{others}"
         but = "one" if engine.nodes == 1 else f"{engine.nodes}, which an engine takes,"
-        expected = f"so many that a trainer fits on all but {but} of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
+        expected = f"enough nodes for a trainer on all but {but} of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
         raise ConfigError("--nodes", got=cluster.nodes, expected=expected, hint=hint)
     speed = speeds.of_engine(hf, engine.parallel, engine.serving, cluster.context, measured)
 
@@ -254,7 +254,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
         expected=f"room for an engine with {memory.LEAST} conversations of {cluster.context} tokens "
         f"on {nodes // 2} of {cluster.nodes} nodes",
         hint=f"lower --context, or take {'more nodes, or ' if cluster.adapter is None else ''}nodes with more memory"
-        + ("; shards of float8 are whole blocks of 128, which bounds TP" if float8_of(hf) else ""),
+        + ("; float8 shards must be whole blocks of 128, which limits TP" if float8_of(hf) else ""),
     )
 
 

@@ -21,7 +21,7 @@ class Forecast:
 
     Attributes:
         model_bytes: size of the checkpoint or the adapter.
-        wire: total between all ranks.
+        wire: bytes sent between all ranks.
         sent, received: bytes of the trainer rank that sends the most, and of the engine rank that receives the most.
         seconds: transfer time of the busiest rank's bytes. Excludes packing, unpacking and any shortfall of the network.
     """

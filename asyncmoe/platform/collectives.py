@@ -1,7 +1,7 @@
 """Collectives over all ranks of the trainer: tensor reductions in device memory, object exchange in host memory.
 
 With GPUs the default process group is NCCL's, which does not support host tensors, so there is also a gloo group. Collectives without an
-explicit group belong only here (a test checks the sources). All others use groups created by Megatron or a publisher.
+explicit group belong only here (a test checks the sources). Collectives elsewhere use groups that Megatron or a publisher created.
 """
 
 from __future__ import annotations

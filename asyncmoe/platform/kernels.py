@@ -21,7 +21,7 @@ class Kernels:
     """The usable kernels.
 
     Attributes:
-        cuda: whether a GPU is usable; without one no other kernel is.
+        cuda: whether a GPU is usable; without one, no kernel is.
         capability: the GPU's compute capability (9.0 is Hopper).
         transformer_engine: release of Transformer Engine, such as (2, 20); () if it is missing.
         deep_ep: whether DeepEP is usable.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def open_store(host_name: str, port: int, *, is_master: bool = False, **named: Any) -> Any:
-    """Open a `TCPStore`; it takes the same arguments.
+    """Open a `TCPStore`, with the arguments of torch's class.
 
     Raises:
         OSError: the address is not this machine's, or the port is taken.

@@ -55,7 +55,7 @@ class Accounts:
         return replace(self, ledger=self.ledger.discard(count), dropped=_plus(self.dropped, reason, count))
 
     def drop(self, count: int, reason: str) -> Accounts:
-        """Drop `count` queued episodes by the consumption rule."""
+        """Drop `count` queued episodes that the consumption rule refuses."""
         return replace(self, ledger=self.ledger.drop(count), dropped=_plus(self.dropped, reason, count))
 
     def skip(self, count: int, reason: str) -> Accounts:
@@ -63,7 +63,7 @@ class Accounts:
         return replace(self, ledger=self.ledger.skip(count), skipped=_plus(self.skipped, reason, count))
 
     def requeue(self, count: int, reason: str) -> Accounts:
-        """Requeue `count` queued episodes by the consumption rule: they start again."""
+        """Requeue `count` queued episodes that the consumption rule refuses: they start again."""
         return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
 
     @property

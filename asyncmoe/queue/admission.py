@@ -2,15 +2,15 @@ r"""Which trajectories may start and which may still be trained on: pure functio
 
 The capacity law is AReaL's (Fu et al., arXiv 2505.24298, section 5.1): with N trajectories started, B of them in a training step and
 version i being served, another may start iff floor((N - 1) / B) <= i + eta, where eta is `queue.staleness.max_staleness`. Here the law
-applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped one frees its capacity), and counts
-versions from `base_version`, where reinforcement learning began.
+applies to whole groups, counts only trajectories that were or may still be trained (a rejected or dropped one frees its capacity), and
+counts versions from `base_version`, where reinforcement learning began.
 
 Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue when the
 step that would train it is leased, no trained token is more than eta versions old.
 
 Proof. Sampling follows starting, so a trajectory whose oldest token has version v was started while some version <= v was
-served. At the last such start the law held, so at most C(v) = (eta + v - base + 1) * B trajectories that may still be trained, including
-those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
+served. At the last such start the law held, so of the trajectories that were or may still be trained, at most
+C(v) = (eta + v - base + 1) * B have an oldest token <= v. Oldest-first training takes all of them before any newer one: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
 A trajectory that finishes too late for the theorem faces the consumption rule, so the age of trained tokens is always bounded; because
@@ -20,7 +20,7 @@ than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are l
 
 To the law, a requeued group is a new group: its capacity was returned, and its age counts from the versions that sample it again.
 The law needs a new version at least every eta + 1 steps: once the trajectories of eta + 1 steps have started, no more start until the next
-version. If that version needed more trajectories, it would never come.
+version is served. A version that needed more trajectories than these would never come.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Ledger:
 
     Invariant, checked at every change: started == running + queued + leased + trained + dropped + rejected + requeued + skipped,
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
-    takes trajectories out of trained and skipped. Running trajectories use capacity under the law, as do those whose step is over: trained
-    ones, and skipped ones, which the trainer left untrained.
+    takes trajectories out of trained and skipped. Under the law, running, queued, leased and trained trajectories use capacity, and so do
+    skipped ones, whose step is over although the trainer left them untrained.
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
@@ -66,7 +66,7 @@ class Ledger:
     def start(self, count: int) -> Ledger:
         """Start sampling: started and running grow."""
         if count <= 0:
-            raise InvariantBroken(f"ledger: started {count}")
+            raise InvariantBroken(f"ledger: got {count} to start, expected at least 1")
         return replace(self, started=self.started + count, running=self.running + count)
 
     def accept(self, count: int) -> Ledger:

@@ -42,7 +42,7 @@ class BoundedQueue:
     """The queue of one run.
 
     Args:
-        admission: its batch is a multiple of `group_size`.
+        admission: the staleness policy; its batch is a multiple of `group_size`.
         capacity: maximum number of episodes, including leased ones, beyond which `put` waits; at least a batch.
         group_size: episodes in a group.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
@@ -96,13 +96,13 @@ class BoundedQueue:
     @property
     def newest_version(self) -> int:
         """Newest version that may have sampled a token of a group put now."""
-        # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
+        # One engine serves the next version slightly before all do. Turns recorded before a restart can be newer than the replayed steps.
         return max(self._version, self._served) + 1
 
     def set_version(self, version: int) -> None:
         """Record that all engines serve `version` now."""
         if version < self._version:
-            raise InvariantBroken(f"queue: version {version} after {self._version}")
+            raise InvariantBroken(f"queue: got version {version} after {self._version}, expected versions that do not fall")
         self._version = version
         self._changes.wake()
 
@@ -121,7 +121,7 @@ class BoundedQueue:
     def started(self, count: int) -> None:
         """Record the start of `count` episodes. Raises InvariantBroken if it violates the capacity law."""
         if not self.can_start(count):
-            raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
+            raise InvariantBroken(f"queue: {count} more episodes violate the capacity law at version {self._version}: {self.ledger}")
         self._count(self.ledger.start(count))
 
     def rejected(self, count: int, reason: str) -> None:
@@ -162,7 +162,7 @@ class BoundedQueue:
 
     @property
     def shown(self) -> list[Place]:
-        """Places in the log of the queued or leased demonstrations, which no record mentions."""
+        """Places, in the log, of the demonstrations that are queued or leased: no record mentions demonstrations."""
         return [group.place for group in self._lanes["warmup"].all if group.place is not None]
 
     # ------------------------------------------------------------ trainer side
@@ -175,19 +175,19 @@ class BoundedQueue:
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
         """Lease the batch of step `step`: whole groups, `count` episodes in all, oldest first.
 
-        Groups with a token more than `Admission.age_bound` versions older than `version` are first dropped (rule requeue: requeued), as
-        "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit, and get the
-        same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
+        Before that, groups with a token more than `Admission.age_bound` versions older than `version` are dropped (rule requeue: requeued)
+        for the reason "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit,
+        and get the same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
 
         Raises:
-            ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, `version` is
+            ProtocolError: the step was already committed, ranks disagree on the step's terms, `count` is not whole groups, `version` is
                 older than the engines', or uncommitted steps have leased too many episodes.
             ConfigError: `count` exceeds the capacity.
             StorageError, DataError: the log cannot be written or read.
             AsyncmoeError: the error passed to `fail`.
         """
         if not math.isfinite(wait_s) or count <= 0:
-            raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected a positive and a finite number")
+            raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected count > 0 and a finite wait_s")
         if phase == "rl" and count % self._group_size:
             raise ProtocolError(f"lease of step {step}: got count {count}, expected whole groups of {self._group_size}")
         if phase == "rl" and version < self._version and not self._is_replay(step):
@@ -204,8 +204,8 @@ class BoundedQueue:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
 
         Args:
-            dropped: why the step left its batch untrained; the batch counts as dropped under this reason, and keeps using capacity under
-                the law, because its step is over.
+            dropped: why the step left its batch untrained; empty: it was trained. An untrained batch counts as dropped under this reason,
+                and keeps using capacity under the law, because its step is over.
 
         Raises:
             ProtocolError: `step` was never leased, an earlier step is not committed yet, or the reason is too long.
@@ -291,7 +291,7 @@ class BoundedQueue:
             self._count(self.ledger.lease(terms.count))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
-                raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
+                raise InvariantBroken(f"lease of step {step}: got a token of version {newest}, expected at most {terms.version}")
             weights = [self.admission.weight(group.oldest_version, terms.version) for group in groups]
             self.log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)

@@ -37,7 +37,7 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A group that has not ended: without a place it is under way or waits to start, with a step it is leased, otherwise it is queued.
+    """A group that has not ended. Without a place it is under way or waits to start; with a place it is queued, or leased if it has a step.
 
     Attributes:
         number, attempt, failures: as in `Start`.
@@ -79,7 +79,7 @@ class LogState:
     Attributes:
         groups: by number, without those that ended or are forgotten.
         leases: by step.
-        first, next, history, since: as in `RunStands`; first None: no trainer has joined yet.
+        first, next, history, since: as in `RunStands`; `first` is None until a trainer has joined.
         accounts: the queue's accounts at the newest change, if any.
         damaged: whether some records are lost.
     """
@@ -148,7 +148,7 @@ class LogState:
 
 
 def fold(entries: Iterable[tuple[int, records.LogEntry]]) -> LogState:
-    """Return the state that records describe; the oldest records may be forgotten."""
+    """Return the state that records describe; the oldest records may already be deleted."""
     state, oldest = LogState(), None
     for position, entry in entries:
         oldest = position if oldest is None else oldest
@@ -227,7 +227,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
     end = max((step + 1 for step in state.leases), default=first)
     end = max(end, reached) if state.damaged else end  # records of the newest steps may be lost
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
-        raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
+        raise InvariantBroken(f"{name}: got no lease of steps {sorted(gaps)[:5]}, expected one for every step from {first} on")
     if not first <= reached <= end:
         hint = f"delete {name}: queued and unfinished episodes are then sampled again; or restore the checkpoint that belongs to it"
         raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
@@ -243,7 +243,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
 
 
 def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
-    """Return the ledger with which a queue begins: the recorded one with the current leased and queued counts; all others were running.
+    """Return the ledger with which a queue begins: the recorded one with the current leased and queued counts; other episodes were running.
 
     Args:
         over: episodes of steps that are over; lost: episodes of groups given up because of damage.
@@ -258,8 +258,8 @@ def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int
     running = old.started - ended - lost - queued - leased - over
     if running < 0 or skipped.total() > over or min(skipped.values(), default=0) < 0:
         if exact:
-            counted = f"{over} are over, {leased} leased, {queued} queued, {dict(skipped)} skipped"
-            raise InvariantBroken(f"{exact}: {counted}: not what the ledger says: {old}")
+            counted = f"{over} episodes of ended steps, {leased} leased, {queued} queued, {dict(skipped)} skipped"
+            raise InvariantBroken(f"{exact}: got {counted}, expected the counts of {old}")
         skipped, running = Counter(), max(running, 0)
     depth, skips = queued + lost + running, skipped.total()
     started, trained = ended + depth + leased + over, over - skips

@@ -31,7 +31,7 @@ class Group:
     arrival: int
     items: tuple[Item, ...]
     attempt: int = 0
-    """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
+    """Highest attempt of its trajectories: the number of times the group or one of its episodes was restarted."""
     place: Place | None = None
     """Where its payload already lies in the log."""
 
@@ -67,7 +67,7 @@ class Group:
 
 
 def describe(t: Trajectory) -> Item:
-    """Return the metadata that every rank receives about a trajectory, fetched or not."""
+    """Return the metadata that every rank receives about a trajectory, whether or not the rank fetches it."""
     steps, mean, squares = _moments(t.rewards)
     return Item(
         key=t.key,
@@ -100,7 +100,7 @@ def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
 
 
 def weighed(group: Group, weight: float) -> Sequence[Item]:
-    """Return a group's items with the group's place, and a factor on their weight."""
+    """Return a group's items with the group's place, and with `weight` as the factor on their weight."""
     return [msgspec.structs.replace(item, weight=weight, place=group.place) for item in group.items]
 
 

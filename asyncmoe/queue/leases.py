@@ -63,11 +63,11 @@ class Leases:
             ConfigError: the count exceeds the capacity.
         """
         if step <= self.last_commit:
-            raise ProtocolError(f"lease of step {step}: it has been trained already, the last was {self.last_commit}")
+            raise ProtocolError(f"lease of step {step}: it has been trained already; the newest trained step is {self.last_commit}")
         if self.asked.get(step, terms) != terms:
             raise ProtocolError(f"lease of step {step}: ranks disagree, {terms} after {self.asked[step]}")
         if terms.count > capacity:
-            raise ConfigError(f"{terms.phase} lease", got=terms.count, expected=f"at most what the queue holds, {capacity} trajectories")
+            raise ConfigError(f"{terms.phase} lease", got=terms.count, expected=f"at most the queue's capacity, {capacity} trajectories")
         holders = tuple(one for one in self.granted if self.asked[one].phase == terms.phase)
         leased = sum(self.asked[one].count for one in holders)
         if step not in self.answers and leased + terms.count > capacity:
@@ -88,7 +88,7 @@ class Leases:
         """End the lease of a trained step. Raises ProtocolError if it has no lease, or an earlier step has one."""
         self.phase(step)
         if (first := min(self.granted)) < step:
-            raise ProtocolError(f"commit: step {step} before step {first}")
+            raise ProtocolError(f"commit: got step {step}, expected step {first} first")
         asked, answers = _without(self.asked, step), _without(self.answers, step)
         return replace(self, asked=asked, answers=answers, trained_steps=self.trained_steps + 1, last_commit=step)
 
@@ -97,7 +97,7 @@ class Leases:
         return replace(self, asked={step: terms for step, terms in self.asked.items() if step in self.answers})
 
     def reopen(self, step: int) -> Leases:
-        """Return the leases for a trainer that returns to `step`: none is asked for or decided yet, but `step` and later ones may be."""
+        """Return the leases for a trainer that returns to `step`: it may ask for `step` and later steps, and none of them is decided."""
         return Leases(step, min(self.last_commit, step - 1))
 
 

@@ -34,7 +34,8 @@ def encode(group: Group, frames: Frames) -> list[Buffer]:
 
 
 async def write(kept: Log, group: Group, frames: Frames, writing: list[int]) -> int:
-    """Write a group's payload to a log; return its position once it is durable. Until then it is in `writing`: `forget` must not pass it.
+    """Write a group's payload to a log; return its position once it is durable. Until then, `writing` has the position, which `forget` must
+    not pass.
 
     Raises:
         StorageError: the log failed, or is full.

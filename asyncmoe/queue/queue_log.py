@@ -128,7 +128,7 @@ class QueueLog:
         self._add(records.GroupEnded(number))
 
     def again(self, group: Start) -> None:
-        """Record that a group is to start again as `group`."""
+        """Record that a group is to start again, with the attempt that `group` names."""
         self._add(group)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
@@ -180,7 +180,7 @@ class QueueLog:
         history, groups = self.history, await self.groups(lease.groups)
         for group, one in zip(groups, lease.groups, strict=True):
             if tuple(item.key for item in group.items) != one.keys:
-                raise DataError(what, got=f"other trajectories in group {one.number}", expected=f"{one.keys}")
+                raise DataError(what, got=f"different trajectories in group {one.number}", expected=f"those first leased, {one.keys}")
         if (self.history, self.replays.get(step)) != (history, lease):
             return None  # the trainer that asked is lost, and the next one has other leases
         del self.replays[step]

@@ -23,7 +23,7 @@ class RunStands(_Record, frozen=True):
         next: number of the first group never begun.
         history: number of restarts after which steps were trained again.
         since: position of the oldest record still needed.
-        again: leases of steps from here on are granted again; None: none are.
+        again: leases from this step on are granted again; None: none are.
     """
 
     first: int
@@ -84,7 +84,7 @@ class StepLeased(_Record, frozen=True):
     Attributes:
         count: number of episodes.
         version: the trainer's version.
-        history: the history in which it was first leased.
+        history: `RunStands.history` when the batch was first leased.
         groups: in training order.
     """
 

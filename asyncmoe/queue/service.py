@@ -28,7 +28,7 @@ class QueueService:
         self.left = False
 
     async def __call__(self, request: QueueRequest) -> Reply:
-        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` for one out of turn."""
+        """Answer a request. Raises the queue's errors; `ConfigError`: a different configuration; `ProtocolError`: it is out of turn."""
         match request:
             case Hello():
                 return self._welcome(request)
@@ -49,15 +49,17 @@ class QueueService:
         if self._world is None:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
-            raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected one of {self._world}")
+            raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected rank 0 to {self._world - 1} of {self._world}")
         trained = self._queue.trained_steps
         if hello.step != trained:
-            raise ProtocolError(f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}; restart both")
+            counts = f"rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}"
+            raise ProtocolError(f"hello: {counts}; restart the controller and the trainer")
         return Welcome(self._run, self._queue.version)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:
-            raise ProtocolError(f"goodbye: got rank {goodbye.rank} of {self._world or 'a trainer that sent no Hello'}")
+            got = f"rank {goodbye.rank} of {self._world or 'a trainer that sent no Hello'}"
+            raise ProtocolError(f"goodbye: got {got}, expected a rank that sent Hello")
         self._finished[goodbye.rank] = goodbye.finished
         if len(set(self._finished.values())) > 1:
             raise ProtocolError(f"goodbye: rank {goodbye.rank} sent finished={goodbye.finished}, another rank sent the opposite")

@@ -17,7 +17,7 @@ class Bucket:
 
     Attributes:
         names: names of the tensors, in their order in the array.
-        dtypes: dtype of each tensor, as printed by torch without the prefix; all are equal.
+        dtypes: dtype of each tensor, by torch's name without `torch.`; all are equal.
         shapes: shape of each tensor.
         nbytes: size of the flat array.
         layout: the layout of the tensors in the array.

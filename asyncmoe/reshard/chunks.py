@@ -23,11 +23,11 @@ from asyncmoe.reshard.plan import (
 )
 
 BUCKET_BYTES = 64 << 20
-"""Total size of a rank's message buffers, one for each of its pairs, unless an exchange sets another size."""
+"""Default limit on the total size of one message buffer for each pair of ranks (source, destination) that a rank belongs to."""
 TRAILER_BYTES = 8
 """Size of the digest after a message's boxes, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10
-"""Minimum size of messages into which a transfer is cut only to have as many as others have: each message costs a kernel launch."""
+"""Minimum size of messages if a transfer is cut further only to have as many as the largest has; each message costs a kernel launch."""
 _PARTS_PER_CHUNK = 16
 """A box is cut into parts of at most 1/16 of a message, so that messages are nearly equal in size."""
 
@@ -80,13 +80,13 @@ def trailer_offset(nbytes: int) -> int:
 
 
 def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
-    """Decide how every pair's transfer is cut, so that one message for each of a rank's pairs fits into `bucket_bytes` in total, and all
-    pairs need the same number of rounds.
+    """Decide how the transfer of every pair of ranks is cut, so that one message for each of a rank's pairs fits into `bucket_bytes` in
+    total, and all large transfers have the same number of messages.
 
     An eighth of a bucket is reserved for the copy tables. A quarter of the rest is divided evenly among a rank's pairs, three quarters in
     proportion to their bytes; a pair uses the smaller of its two ends' shares. The pair that needs the most messages sets the number for
-    all: in every round each rank then moves the same fraction of its bytes, and no rank waits for a busier one (measured by
-    `benchmarks.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
+    all, so that in every round each rank moves the same fraction of its bytes, and no rank waits for a busier one (measured by
+    `benchmarks.rounds`). Only a pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
 
     The result depends on the traffic of the whole plan, which can be computed from any part of the plan, so both ends agree.
     """
@@ -131,8 +131,8 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, 
 
     Args:
         messages: number of messages of nearly equal size; more are made if they would exceed `limit`.
-        most: maximum bytes of a part of a box, besides the limit that follows from the messages' size. TENSOR and START of parts are those
-            of the whole box.
+        most: maximum bytes of the parts into which boxes are cut; the messages' size may require smaller ones. TENSOR and START of a part
+            are those of the whole box.
 
     Raises:
         LayoutError: not even one element fits; names the ranks and the storage.
@@ -144,9 +144,9 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, 
         name = list(plan.destinations[transfer.destination])[int(transfer.copies[widest, 2])]
         box = [int(extent) for extent in transfer.copies[widest, EXTENTS]]
         where = f"bucket_bytes, for a box {box} of storage {name} from rank {transfer.source} to rank {transfer.destination}"
-        hint = "raise bucket_bytes; it is divided among all peers of a rank"
+        hint = "raise bucket_bytes, which all peers of a rank share"
         raise LayoutError(
-            where, got=f"room for {max(0, room)} bytes in a message", expected=f"at least one element of {item} bytes", hint=hint
+            where, got=f"room for {max(0, room)} bytes in a message", expected=f"room for at least one element of {item} bytes", hint=hint
         )
     total = int(_nbytes(transfer.copies).sum())
     part = max(item, min(room, total // messages) // _PARTS_PER_CHUNK)

@@ -1,7 +1,7 @@
 """Exact tests that pieces cover every element of a storage exactly once, and the location of the first fault.
 
-Storages whose pieces are boxes in them are tested without looking at elements (csrc/pieces.cpp): the cost depends on the number of boxes.
-Storages that fail this test, or have other pieces, are tested element by element.
+A storage of which every piece is a box is tested without looking at elements (csrc/pieces.cpp), at a cost that depends on the number of
+boxes. A storage that fails this test, or has a piece that is not a box of it, is tested element by element.
 """
 
 from __future__ import annotations

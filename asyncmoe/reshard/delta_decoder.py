@@ -21,7 +21,7 @@ class _Source:
     """The data from one source rank.
 
     Attributes:
-        digest: sum of the terms of its elements, as last read from or written to the destination's storages.
+        digest: the canonical digest of its elements, as last read from or written to the destination's storages.
         coded: (address, bytes) of each message of the next version.
         proved: the digest that the messages would result in; None: not verified.
     """
@@ -36,9 +36,9 @@ class DeltaDecoder:
     """This rank's side, as a destination, of an exchange of deltas.
 
     Call `forget` before a full exchange, and `adopt` after it; `adopt` reads the canonical digest (`asyncmoe.reshard.delta_lanes`) of all
-    elements from the destination. Then, for each version: `expect` allocates memory for the messages, `Exchanger.run` fills it; `prove`
-    computes, from the old bits currently in memory, whether the messages result in the senders' elements, while the old weights are still
-    in use; `commit` writes the changed elements straight into the storages.
+    elements from the destination. Then, for each version: `expect` allocates memory for the messages, and `Exchanger.run` fills it; `prove`
+    checks, while the old weights are still in use, that the messages would turn them into the senders' elements; `commit` writes the
+    changed elements straight into the storages.
 
     Args:
         plan: the plan, or this rank's part of it.
@@ -65,7 +65,7 @@ class DeltaDecoder:
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
         self._sources = {lane.source: _Source(lane) for lane in lanes}
         self.version: int | None = None
-        """The verified version in the destination; None: there is none, so that only a full exchange helps."""
+        """The verified version in the destination; None: there is none, so that the next update must be full."""
         self._work: Work | None = None
         self._bound: object = None
         self._places = np.empty(0, np.int64)
@@ -75,7 +75,9 @@ class DeltaDecoder:
         arrays must contain the same bits.
 
         Raises:
-            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
+            LayoutError: an array is missing, does not match its storage, or shares memory with another one; or the arrays are on several
+                devices.
+            UserError: as `GpuWork`.
         """
         found = memories_of(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
         check_apart({}, found)
@@ -90,7 +92,7 @@ class DeltaDecoder:
         self._let_go(all_=True)
 
     def adopt(self, version: int, digests: Mapping[int, int]) -> None:
-        """Declare the arrays' contents a version, after a full exchange.
+        """Record that the arrays hold `version`, after a full exchange and a check against the senders' digests.
 
         Args:
             digests: by source rank, the digest that it reports for its elements (`DeltaEncoder.digest`).
@@ -106,10 +108,10 @@ class DeltaDecoder:
         self.version = version
 
     def expect(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Allocate memory for the messages of the next version, by source rank, in order; nothing is written to the destination.
+        """Allocate memory for the messages of the next version, of `sizes` by source rank; nothing is written to the destination.
 
         Raises:
-            TransferError: there is no memory for them. The version stays.
+            TransferError: there is no memory for them; the version stays.
         """
         self._let_go(all_=False)
         try:
@@ -148,16 +150,16 @@ class DeltaDecoder:
         """Write the verified delta into the destination.
 
         Raises:
-            TransferError: memory has changed since: the destination may be partly written, and the version is None.
+            TransferError: memory has changed since `prove`; the destination may be partly written, and the version is None.
             InvariantBroken: nothing has been verified.
         """
         if self.version is None or any(one.proved is None for one in self._sources.values()):
-            raise InvariantBroken(f"rank {self.rank}: got version {version} of a delta to write, expected one that is proved")
+            raise InvariantBroken(f"rank {self.rank}: got a delta of version {version} to write, expected a verified one")
         self.version = None
         for source, one in self._sources.items():
             one.digest = (one.digest + self._apply(source, write=True)) & WORD
             if one.digest != one.proved:
-                raise self._lost(source, "a delta, or the memory, changed while it was written")
+                raise self._lost(source, "the delta or the weights in memory changed while the delta was written")
         self._let_go(all_=False)
         self.version = version
 

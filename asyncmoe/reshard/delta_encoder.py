@@ -24,7 +24,7 @@ class DeltaSize:
 
     Attributes:
         nbytes: bytes of all messages.
-        changed, elements: elements whose stored bits changed, and all elements.
+        changed, elements: number of elements whose stored bits changed, and of all elements.
     """
 
     nbytes: int
@@ -105,7 +105,8 @@ class DeltaEncoder:
         The first call, and a call with arrays on another device, allocates memory for the base; there is then no base yet.
 
         Raises:
-            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
+            LayoutError: an array is missing or does not match its storage, or the arrays are on several devices.
+            UserError: as `GpuWork`.
             MemoryError, OutOfDeviceMemory: there is no room for the base.
         """
         found = memories_of(self._storages, source_arrays, f"rank {self.rank}: source array", write=False)
@@ -121,7 +122,7 @@ class DeltaEncoder:
         self._sources, self._bound = addresses_of(found.values()), source_arrays
 
     def full(self, version: int) -> None:
-        """Make the current sources the base, before a full exchange."""
+        """Copy the current sources into the base, before a full exchange."""
         work = self._begin()
         for stream in self._streams:
             terms = (work.fill(stream.lane.table, stream.pack, i, self._sources, base) for i, base in enumerate(stream.base))
@@ -153,7 +154,7 @@ class DeltaEncoder:
         self._let_go(all_=True)
 
     def digest(self, destination: int) -> int:
-        """Return the sum of the terms of all elements that a destination has from this rank in the base's version."""
+        """Return the canonical digest, in the base's version, of the elements that this rank sends to a destination."""
         return sum(stream.digest for stream in self._streams if destination in stream.destinations) & WORD
 
     def sizes(self, destination: int) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class DeltaLane:
         source, destination: ranks.
         chunks: its messages, as the exchange cuts them.
         elements: as `chunks.copies`, but the source columns describe the canonical tensor: its number, and offset and strides in it, in
-            elements times ITEM.
+            elements multiplied by ITEM.
         table: maps the elements to canonical tensors and to their locations at the destination.
     """
 

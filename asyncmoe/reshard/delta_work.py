@@ -49,7 +49,7 @@ class HostWork:
         return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
-        """Free the buffers whose names are tuples ("coded", ...); unless `all_`, only those that cost nothing to allocate again."""
+        """Free the buffers whose names are tuples ("coded", ...). Without `all_`, those that take time to allocate again stay."""
         self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -76,7 +76,7 @@ class HostWork:
         return table.read(number, places, 0, self._threads)
 
     def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
-        """Return the sum of a payload's new terms minus the old ones; write the payload if asked.
+        """Return the sum of a payload's new terms minus the old ones; with `write`, also write its elements.
 
         Raises:
             ValueError: the payload does not fit the message.

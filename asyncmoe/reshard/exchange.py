@@ -32,11 +32,11 @@ _WORD = (1 << 64) - 1
 class Exchanger:
     """This rank's part of a plan, prepared once and run any number of times. Every rank of the plan creates one, with equal arguments.
 
-    A transfer too large for one message is cut into several. The constructor allocates the rank's message buffers: one buffer for every
-    lane (pair of ranks and direction) takes at most `bucket_bytes` in total, so all of them take at most `buffers * bucket_bytes`. With two
-    or more buffers, a message is packed while the previous one is sent. Every message ends with the digest of its content, computed during
-    packing and again during unpacking; on a GPU the digests are compared there, and the result is read at the end of a run. During a run
-    Python handles messages, not tensors.
+    A transfer too large for one message is cut into several. The constructor allocates up to `buffers` message buffers for every lane (pair
+    of ranks and direction). One buffer for each lane takes at most `bucket_bytes` in total, so all of them take at most `buffers *
+    bucket_bytes`. With two or more buffers, a message is packed while the previous one is sent. Every message ends with the digest of its
+    content, computed during packing and again during unpacking; on a GPU the digests are compared there, and the result is read at the end
+    of a run. During a run Python handles messages, not tensors.
 
     With `delta`, a run may instead move encoded messages (`DeltaEncoder`, `DeltaDecoder`), in the same order through the same buffers; the
     size of each depends on what changed in its boxes, and as many as fit into a buffer travel as one.
@@ -56,7 +56,7 @@ class Exchanger:
             ends the run. A `SharedTransport` itself notices when a peer dies.
 
     Raises:
-        LayoutError: `bucket_bytes` leaves less than one element per peer.
+        LayoutError: `bucket_bytes` leaves no room for one element in a message.
         WaitTimeout: a peer did not connect in time.
     """
 
@@ -125,7 +125,7 @@ class Exchanger:
         destinations = memories_of(wanted, destination_arrays, f"rank {self.rank}: destination array", write=True)
         check_apart(sources, destinations)
         if (source_arrays or destination_arrays) and self.rank not in (known := self._plan.match.ranks):
-            raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"a rank of the plan, one of {known}"[:200])
+            raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"none: the plan's ranks are {known}"[:200])
         messages = [self._link.device] if self._outgoing or self._incoming else []
         arrays = (memory.device for memory in (*sources.values(), *destinations.values()))
         self._prepare(one_device([*messages, *arrays], "arrays of an exchange"))
@@ -212,7 +212,7 @@ class Exchanger:
         for lane in lanes:
             sizes = codec.sizes(lane.peer)
             if len(sizes) != len(lane.message_bytes) or max(sizes) > lane.slot_bytes:
-                raise InvariantBroken(f"rank {self.rank}: got coded messages of another plan or other buckets, expected the exchange's")
+                raise InvariantBroken(f"rank {self.rank}: got coded messages of another plan or bucket size than the exchange's")
             parts.append(joined(sizes, lane.slot_bytes))
             found.append(replace(lane, message_bytes=tuple(sum(sizes[part.start : part.stop]) for part in parts[-1])))
         return found, parts

@@ -104,9 +104,9 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
     if not whole or piece.strides != steps[-2:]:
         raise LayoutError(
             f"rank {rank}: tensor {piece.tensor} box {box} in storage {piece.storage}",
-            got=f"row {corner[-2]} and column {corner[-1]} of {storage.shape}",
-            expected=f"blocks of {BLOCK} x {BLOCK}, or the rest of the tensor at its end",
-            hint="parallel sizes that divide it at multiples of a block",
+            got=f"a place at row {corner[-2]} and column {corner[-1]} of {storage.shape}",
+            expected=f"whole blocks of {BLOCK} x {BLOCK}, or the rest at the tensor's end",
+            hint=f"choose parallel sizes that divide the tensor at multiples of {BLOCK}",
         )
     corner[-2:] = [at // BLOCK for at in corner[-2:]]
     shape = scales_shape(storage.shape)

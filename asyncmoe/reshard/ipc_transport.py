@@ -166,7 +166,7 @@ class _IpcLink:
     def finish(self, timeout_s: float) -> None:
         self._settle(self._until(timeout_s))
         for half in self._out:
-            half.wait("it to take the last message", timeout_s, needed=half.slots)
+            half.wait("to take the last message", timeout_s, needed=half.slots)
 
     def close(self) -> None:
         deadline = time.monotonic() + _CLOSING_S
@@ -211,7 +211,7 @@ class _IpcLink:
 
 
 def _control(lanes: Sequence[Lane], slots: int) -> list[Lane]:
-    """Return the lanes of the control rings: the same number of slots, each the size of an IPC handle."""
+    """Return the lanes of the control rings, which have as many slots, each of the size of an IPC handle."""
     return [Lane(lane.peer, (_HANDLE_BYTES,) * used_slots(lane, slots), _HANDLE_BYTES) for lane in lanes]
 
 

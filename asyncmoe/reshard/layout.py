@@ -35,7 +35,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Known dtypes, by torch's names without the prefix, and their sizes in bytes."""
+"""Sizes in bytes of the known dtypes, by torch's names without `torch.`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +233,13 @@ class LayoutBuilder:
         """Add a storage with the boxes stacked along the first dimension.
 
         Raises:
-            LayoutError: there is no box, the boxes differ in another dimension, or as `place`.
+            LayoutError: there is no box, boxes differ in a dimension other than the first, or as `place`.
         """
         where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
         rests = {tuple(box.extent[1:]) for _, box in parts}
         if len(rests) != 1:
-            raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more, of which only the first dimensions differ")
+            got = f"boxes of extents {sorted({tuple(box.extent) for _, box in parts})}"
+            raise LayoutError(where, got=got, expected="one or more boxes whose extents differ only in the first dimension")
         (rest,) = rests
         for tensor, box in parts:
             placed.append((tensor, box, (row, *(0 for _ in rest))))
@@ -273,7 +274,8 @@ def _piece(storage: str, shape: tuple[int, ...], tensor: str, box: Box, corner: 
     steps, first = contiguous_strides(shape), len(shape) - len(box.extent)
     ends = zip(corner, (1,) * first + tuple(box.extent), shape, strict=False)
     if first < 0 or len(corner) != len(shape) or any(not 0 <= c <= size - n for c, n, size in ends):
-        raise LayoutError(f"{tensor}{box} in storage {storage}", got=f"corner {tuple(corner)}", expected=f"one within {shape}")
+        expected = f"a corner at which the box fits into {shape}"
+        raise LayoutError(f"{tensor}{box} in storage {storage}", got=f"corner {tuple(corner)}", expected=expected)
     return Piece(tensor, box, storage, sum(c * s for c, s in zip(corner, steps, strict=True)), steps[first:])
 
 

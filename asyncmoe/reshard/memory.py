@@ -100,7 +100,7 @@ def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> No
     for device, begin, nbytes, writes, name in sorted(spans):
         other = furthest if writes else furthest_written
         if (device, begin) < other[:2]:
-            raise LayoutError(name, got=f"memory that is also in {other[2]}", expected="memory of its own, to be written")
+            raise LayoutError(name, got=f"memory that is also in {other[2]}", expected="memory of its own, because it is written to")
         furthest = max(furthest, (device, begin + nbytes, name))
         furthest_written = furthest if writes else furthest_written
 

@@ -22,7 +22,7 @@ class MpiTransport:
     The constructor is collective over the communicator.
 
     Args:
-        communicator: None: MPI.COMM_WORLD.
+        communicator: the communicator to duplicate; None: MPI.COMM_WORLD.
 
     Raises:
         ConfigError: mpi4py is not installed, or MPI was initialised for only one thread.
@@ -50,7 +50,7 @@ class MpiTransport:
         """
         requests = [self._communicator.Irecv([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in receives]
         requests += [self._communicator.Isend([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in sends]
-        whom = [(rank, "its message") for rank, _ in receives] + [(rank, "it to take a message") for rank, _ in sends]
+        whom = [(rank, "its message") for rank, _ in receives] + [(rank, "to take a message") for rank, _ in sends]
         started, pause = time.monotonic(), 0.0
         while not self._mpi.Request.Testall(requests):
             waited = time.monotonic() - started

@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 SONAME = "libnccl.so.2"
 CTA_BYTES = 16 << 20
-"""Bytes of a communicator for each thread block (CTA) that it may use. NCCL's memory grows with their number (its developers, NVIDIA/nccl
-issue 986); its pool for messages between machines took 512 MiB at 32 CTAs (NCCL 2.28.9, NVIDIA/nccl issue 2363). Not measured here."""
+"""Device memory of a communicator for each thread block (CTA) that it may use. NCCL's memory grows with their number (say its developers,
+NVIDIA/nccl issue 986); its pool for messages between machines took 512 MiB at 32 CTAs (NCCL 2.28.9, NVIDIA/nccl issue 2363). Not measured
+here."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class NcclTransport:
                 self._handle = _C.NcclCommunicator(library or find_nccl(), rank, world, unique_id, max_ctas)
             except RuntimeError as error:
                 raise TransferError(rank, others[0], f"{error} (on {self._gpu.device})") from error
-        self._wait(self._idle, others, "it to join the communicator", time.monotonic() + timeout_s, watch)
+        self._wait(self._idle, others, "to join the communicator", time.monotonic() + timeout_s, watch)
 
     def empty(self, nbytes: int) -> DeviceBuffer:
         return self._gpu.allocate(nbytes)
@@ -94,7 +94,7 @@ class NcclTransport:
             self._before.record(self._stream)
             self._before.hold(self._wire.handle)
             self._attempt(lambda: self._handle.exchange(_messages(sends), _messages(receives), self._wire.handle), peers)
-            self._wait(self._idle, peers, "it to take part in an exchange", until)
+            self._wait(self._idle, peers, "to take part in an exchange", until)
             self._after.record(self._wire.handle)
             self._wait(self._passed, peers, "its messages", until)
 

@@ -52,7 +52,7 @@ class Transfer:
 class Plan:
     """Copies that write every destination element exactly once, or the part of them that involves given ranks.
 
-    A part contains every transfer of its ranks, in either direction, and no others. For its own ranks, `sources`, `destinations` and
+    A part contains exactly the transfers of its ranks, in either direction. For its own ranks, `sources`, `destinations` and
     `transfers` equal the whole plan's; for other ranks they contain only the storages that its transfers read or write.
 
     Attributes:

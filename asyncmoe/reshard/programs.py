@@ -96,7 +96,7 @@ def message_program(chunks: Chunks, message: Literal["source", "destination"], s
 
 
 def local_program(parts: Sequence[np.ndarray], scales: Scales = _NO_SCALES) -> _C.Program | None:
-    """Return the program that copies between storages of one rank, including zeros for padding; None if there are no copies."""
+    """Return the program that copies between storages of one rank and fills padding with zeros; None if there are no copies."""
     rows, casts = local_rows(parts, scales)
     return _C.Program(rows, np.array([0, len(rows)], np.int64), "none", casts) if len(rows) else None
 

@@ -131,9 +131,9 @@ class _ShmLink:
         self._attached[lane].advance()
 
     def finish(self, timeout_s: float) -> None:
-        # A sender that left earlier would remove a ring to which its receiver has not yet attached.
+        # A sender that left now would remove rings to which receivers have not yet attached.
         for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
-            wait_for(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
+            wait_for(ring, self._rank, lane.peer, lane.peer, "to take the last message", timeout_s, needed=len(slots))
 
     def close(self) -> None:
         # A ring exists as long as a view of one of its slots.

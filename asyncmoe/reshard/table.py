@@ -54,7 +54,7 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         if not _is_shape(shape):
             raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=f"at most {MAX_DIMS} sizes, each at least 0")
     if PADDING in shapes:
-        raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
+        raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name: this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
     number[PADDING] = NO_TENSOR
     dims = np.array([len(shape) for shape in shapes.values()], np.int64)
@@ -206,7 +206,7 @@ def _check_storages(block: Block, rank: int) -> None:
     for name, storage in block.storages.items():
         if storage.dtype not in ITEM_BYTES or not _is_shape(storage.shape):
             what = f"rank {rank}: storage {block.prefixes[0][1]}{name}"
-            expected = f"at most {MAX_DIMS} sizes, each at least 0, of {', '.join(DTYPES)}"
+            expected = f"at most {MAX_DIMS} sizes, each at least 0, and a dtype among {', '.join(DTYPES)}"
             raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=expected)
     for piece in block.pieces:
         if piece.storage not in block.storages:
@@ -233,7 +233,7 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
         return _integers([fronts[len(row)] + tuple(row) for row in rows]).reshape(-1, MAX_DIMS)
     except IndexError:
         longest = max(rows, key=len)
-        raise LayoutError(f"box of {len(longest)} dimensions", got=longest, expected=f"at most {MAX_DIMS}") from None
+        raise LayoutError(f"box of {len(longest)} dimensions", got=longest, expected=f"at most {MAX_DIMS} dimensions") from None
 
 
 def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:

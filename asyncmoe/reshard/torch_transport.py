@@ -93,7 +93,7 @@ class TorchTransport:
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
         except RuntimeError as error:
             peer = self._peer(source, destination)
-            what = "its message" if destination == self.rank else "it to take a message"
+            what = "its message" if destination == self.rank else "to take a message"
             if time.monotonic() < until - _ROUNDING_S:
                 self._failure = partial(TransferError, source, destination, f"{peer} is gone ({_first_line(error)})")
             else:

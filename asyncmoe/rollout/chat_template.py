@@ -21,7 +21,7 @@ _KEYS = ("tool_calls", "reasoning_content", "content beside tool_calls")
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of a call: an object, as most templates want; DeepSeek's can also append it to a string."""
+    """The arguments of a call: an object, as most templates want. DeepSeek's template can also append it to a string."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)

@@ -67,8 +67,8 @@ def run(config: Config, run_dir: Path) -> None:
 
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so there was nothing to save.
-        UserError: the task, an answer, scorer, environment, tokenizer, a port or the engines' Python is unusable, or
-            the run has another controller; nothing was sampled.
+        UserError: the task, an answer, the scorer, the environment, the tokenizer, a port or the engines' Python is unusable, or the run
+            has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
@@ -166,11 +166,11 @@ class Controller:
         if isinstance(request, WorkerJoin):
             return await self._fleet.join(request)
         if isinstance(request, WorkerRequest):
-            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at a worker")
+            raise ProtocolError(f"{type(request).__name__}: sent to the controller, expected at a rollout worker")
         if isinstance(request, Hello):
             await self._session.greet(request)
         if (service := self._session.service) is None:
-            raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
+            raise ProtocolError(f"{type(request).__name__}: sent before any Hello, expected Hello first")
         if isinstance(request, Evaluations):
             return await self._evaluated(request)
         if isinstance(request, FindWorker):

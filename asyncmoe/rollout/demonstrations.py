@@ -20,8 +20,8 @@ TRIES = 100
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
-    A question whose demonstration is too long or fails is replaced by a later question. Only the numbers decide which, so a resumed
-    warm-up uses the same one.
+    A question whose demonstration is too long or fails is replaced by a later question. Only the numbers decide by which, so a resumed
+    warm-up uses the same questions.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.
@@ -37,7 +37,7 @@ class Demonstrations:
         """Return the demonstration with this number.
 
         Raises:
-            DataError: `TRIES` questions in a row are too long or fail, or see `Task.demonstration`.
+            DataError: `TRIES` questions in a row are too long or fail; or as `Task.demonstration`.
         """
         why = ""
         for question in range(index, index + TRIES * self._total, self._total):
@@ -52,7 +52,7 @@ class Demonstrations:
                 self._replaced.add(where)
                 log.warning("%s; a later question takes the place of this demonstration", why)
             await asyncio.sleep(0)  # long texts are slow to encode: let the trainer's requests in between
-        got, hint = f"{TRIES} questions that give none, the last of them {why}", "leave long rows out by task.filter"
+        got, hint = f"{TRIES} questions without a usable demonstration, the last: {why}", "leave long rows out by task.filter"
         raise DataError(f"demonstration {index} of the warm-up", got=got, expected="a question with a demonstration to train on", hint=hint)
 
     async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory] | TrajectoryRejected]:

@@ -30,11 +30,13 @@ class EngineLifecycle:
     Attributes:
         membership: answers the engines.
         prober: compares engines with the trainer.
-        taken: set once it is known which engines of the previous controller keep their weights; set at once if there was none.
+        taken: set once it is known which engines of the previous controller keep their weights; set from the beginning if the run had no
+            previous controller.
 
     Args:
         coordinator: learns when all engines have started.
-        succession: None if no other controller takes the engines over.
+        succession: this controller's position among those of its run; None if engines do not outlive their controller
+            (`Config.survives_controller`).
     """
 
     def __init__(self, config: Config, pool: Pool, coordinator: WeightUpdateCoordinator, succession: Succession | None = None) -> None:
@@ -72,7 +74,7 @@ class EngineLifecycle:
         return [member for member in self._pool.members if member.fenced not in (None, LEFT)]
 
     async def _start_all(self) -> None:
-        """Wait for engines to join, or after a lost controller for its engines to return."""
+        """Wait for engines to join or, if a previous controller was lost, for its engines to return."""
         count = self._section.count
         if not self.taken.is_set():
             await self.membership.wait_returned(self._section.orphan_s)
@@ -106,7 +108,7 @@ class EngineLifecycle:
                 await self._end_update(engine)
             taken = judge(weights, await engine.client.weights_version())
             if taken is None:
-                held = "may hold a part of version" if weights.changing == "writing" else "holds one of two versions"
+                held = "may hold a part of version" if weights.changing == "writing" else "may or may not have taken over version"
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()

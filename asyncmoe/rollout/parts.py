@@ -110,7 +110,7 @@ def load(config: Config) -> RolloutParts:
     """Load the parts.
 
     Raises:
-        UserError: names all that are unusable.
+        UserError: names all parts that are unusable.
     """
     faults = Faults()
     asked = faults.of(questions, config)
@@ -130,7 +130,7 @@ def try_all(config: Config, *, own: bool) -> None:
         own: false: the user's own code has failed in a process of its own, and is not run in this one.
 
     Raises:
-        UserError: names all that are unusable.
+        UserError: names all parts that are unusable.
     """
     with tempfile.TemporaryDirectory(prefix="asyncmoe-trial-") as scratch:
         made = config.model.make

@@ -72,7 +72,7 @@ class Processes:
         try:
             unusable = await self._exchange(process, self._given, _START_S)
         except TimeoutError as error:
-            raise WaitTimeout(self._whose, f"start with {self._given}", _START_S) from error
+            raise WaitTimeout(self._whose, f"its start with {self._given}", _START_S) from error
         except Broken as broken:
             raise AsyncmoeError(f"{self._whose} did not start with {self._given}: {broken}") from broken
         if unusable:

@@ -179,7 +179,7 @@ class Producer:
         self._equal_in_a_row += 1
         if self._equal_in_a_row >= _NOTHING_TO_LEARN:
             raise AsyncmoeError(
-                f"the last {_NOTHING_TO_LEARN} groups had equal rewards each, and rollout.filter_equal drops those; change "
+                f"each of the last {_NOTHING_TO_LEARN} groups had only equal rewards, and rollout.filter_equal drops such groups; change "
                 "task.difficulty, raise rollout.temperature or rollout.group_size, or set rollout.filter_equal to false"
             )
 

@@ -44,7 +44,7 @@ class Recorder:
         pool: object,
         **counted: Any,
     ) -> None:
-        """Record the current counters: `Rollout` declares those copied from `stats` and `pool`; `counted` has the others by name."""
+        """Record the current counters: `Rollout` declares which ones `stats` and `pool` have; `counted` has the remaining ones by name."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()

@@ -81,7 +81,7 @@ def from_bytes(sent: bytes) -> SampledEpisode:
     try:
         return _decode(sent)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a sampled episode: {error}") from error
+        raise ProtocolError(f"malformed sampled episode: {error}") from error
 
 
 def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str) -> SampledPath:

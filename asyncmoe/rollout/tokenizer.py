@@ -85,7 +85,7 @@ class Tokenizer:
         """
         if self._tokenizer.chat_template is None:
             hint = "set task.chat_template=false or use a model with one"
-            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one with a chat template", hint=hint)
+            raise DataError("task.chat_template", got="none in the tokenizer", expected="a chat template", hint=hint)
         from jinja2 import TemplateError
 
         given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
@@ -132,7 +132,7 @@ class Tokenizer:
         self.check(answers, len(messages), "tool answers")
         _, said, added = self.render([*messages, *answers]).partition(_SAID)
         if not said:
-            raise DataError("chat template", got="one that drops the turn before tool answers", expected="one that keeps it")
+            raise DataError("chat template", got="one that drops the turn before tool answers", expected="a template that keeps it")
         return self.encode(added.removeprefix(str(self._tokenizer.eos_token)))
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -75,11 +75,11 @@ class TrainerSession:
         name, epoch = type(request).__name__, request.epoch
         if epoch < self._newest:
             raise ProtocolError(
-                f"{name}: got it from start {epoch} of the trainer, expected start {self._newest}, which has taken its place: "
+                f"{name}: sent by the trainer started as number {epoch}, but number {self._newest} has taken its place: "
                 "this process is left over and must end"
             )
         if not isinstance(request, Hello) and self._served >= 0 and epoch != self._served:
-            raise ProtocolError(f"{name}: start {epoch} of the trainer sent it before any Hello, expected Hello first")
+            raise ProtocolError(f"{name}: sent before Hello by the trainer started as number {epoch}, expected Hello first")
 
     async def joined(self) -> BoundedQueue:
         """Return the queue once the first start is admitted."""
@@ -92,7 +92,7 @@ class TrainerSession:
 
         Raises:
             UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the log's.
-            ProtocolError: it is an older start, or has taken other steps than the log or the queue knows.
+            ProtocolError: it is an older start, or its number of steps contradicts the log or the queue.
             AsyncmoeError: engines did not finish the lost trainer's requests.
         """
         check(facts("controller"), hello.facts)
@@ -138,7 +138,8 @@ class TrainerSession:
         config = self._config
         check_digest("the trainer", hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
         if (taken := hello.step) > (counted := queue.trained_steps):
-            raise ProtocolError(f"hello: the trainer has taken {taken} steps, the controller counts {counted}; restart both")
+            counts = f"the trainer has taken {taken} steps, the controller counts {counted}"
+            raise ProtocolError(f"hello: {counts}; restart the controller and the trainer")
         log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
         self._newest = hello.epoch
         queue.trainer_lost()

@@ -87,9 +87,9 @@ class Client:
             lost, limit = connection.why_lost(losses), timeout_s if connection.up else min(timeout_s, self._connect_s)
             left = begin + limit - time.monotonic()
             if (lost or left <= 0) and not connection.wait(0):  # else a reply has already arrived
-                why = lost or ("no reply" if connection.up else "no connection; it is not running, or running with other keys")
+                why = lost or ("no reply" if connection.up else "no connection; the server is not running, or has other keys")
                 kind = ConnectionGone if lost or not connection.up else WaitTimeout
-                raise kind(self._peer, f"{self.name} asked {name}: {why}", time.monotonic() - begin)
+                raise kind(self._peer, f"{self.name} sent {name}: {why}", time.monotonic() - begin)
             if connection.wait(left):
                 parts = connection.socket.recv_multipart(copy=False)
                 if parts[0].bytes == asked:

@@ -70,7 +70,7 @@ class Connection:
     def why_lost(self, losses: int) -> str:
         """Return why no reply can come to a request sent after this number of losses, or "" if one still can."""
         if self.losses > losses:
-            return "the connection was lost; it has probably died, see its log"
+            return "the connection was lost; the server has probably died, see its log"
         return "it rejected our key" if self.refused else ""
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class Connection:
         """Stop the events, and wait until libzmq has closed its end of the monitor's inproc pipe and our end has acknowledged that.
 
         libzmq's reaper thread was seen to crash (SIGSEGV in `ctx_t::send_command`) while sending to a socket that was already freed. The
-        only pipe it can end towards such a socket appears to be the monitor's. So the two ends are not closed at once: libzmq's end closes
-        while ours is open, and ours closes without a pipe to end.
+        only pipe it can end towards such a socket appears to be the monitor's. So the two ends are closed one after the other: libzmq's end
+        closes while ours is open, and ours closes without a pipe to end.
         A PAIR that is neither readable nor writable has acknowledged the end of its pipe, or will with the next command it reads.
         """
         self.socket.disable_monitor()

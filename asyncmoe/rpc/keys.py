@@ -95,7 +95,7 @@ def read(run_dir: Path, wait_s: float) -> Rendezvous:
             return value
         if time.monotonic() >= deadline:
             found = _found(run_dir / FILE_NAME, value)
-            raise WaitTimeout("the controller", f"{found}; start it, or see its log", time.monotonic() - begin)
+            raise WaitTimeout("the controller", f"{found}; start the controller, or see its log", time.monotonic() - begin)
         time.sleep(_POLL_S)
 
 
@@ -113,4 +113,4 @@ def _parse(path: Path) -> Rendezvous | None:
     except (FileNotFoundError, ValueError):
         return None
     except PermissionError as error:
-        raise UserError(str(path), got=f"a file of another user ({error.strerror})", expected="a file this user may read") from error
+        raise UserError(str(path), got=f"a file of another user ({error.strerror})", expected="a file that this user may read") from error

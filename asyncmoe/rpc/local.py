@@ -32,7 +32,7 @@ def make() -> Scratch:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _MAX_FOLDER:
         raise UserError(
-            "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", hint="set TMPDIR to a shorter path"
+            "directory for temporary files", got=folder, expected=f"a path of at most {_MAX_FOLDER} bytes", hint="set TMPDIR to one"
         )
     return Scratch()
 

@@ -263,7 +263,7 @@ class Leased(Message, frozen=True):
     stop: bool = False
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
     lineage: int = 0
-    """Number of restarts so far that trained steps again, from the log: the same step has different weights in different lineages."""
+    """Number of restarts so far that trained steps again, as the log counts them. A step's weights differ between lineages."""
     replayed: bool = False
     """An earlier trainer was granted this batch for this step: it is leased again unchanged."""
 
@@ -280,7 +280,7 @@ class Fetched(Message, frozen=True):
 
 
 class WorkerFound(Message, frozen=True):
-    """Reply to `FindWorker`; None: the worker is lost, and none has replaced it yet."""
+    """Reply to `FindWorker`. `rendezvous` is None if the worker is lost and none has replaced it yet."""
 
     rendezvous: Rendezvous | None = None
 

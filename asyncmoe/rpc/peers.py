@@ -61,11 +61,11 @@ def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S)
     """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
     Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
-    includes the transfer time of the other's facts.
+    includes the transfer time of `theirs`.
 
     Args:
-        ours: facts of the receiving process, collected when the other's facts arrive.
-        theirs: None if the other sent none.
+        ours: facts of this process, collected when `theirs` arrive.
+        theirs: facts of the other process; None if it sent none.
 
     Raises:
         UserError: versions or settings of NCCL differ, or clocks differ by more than `most_apart_s`.
@@ -75,7 +75,12 @@ def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S)
     both, all_set = ours.versions.keys() & theirs.versions.keys(), ours.nccl.keys() | theirs.nccl.keys()
     for names, of_ours, of_theirs, hint in (
         (both, ours.versions, theirs.versions, "install the same versions on both nodes"),
-        (all_set, ours.nccl, theirs.nccl, "NCCL carries weights between both: export the same before both start; NCCL's files count too"),
+        (
+            all_set,
+            ours.nccl,
+            theirs.nccl,
+            "NCCL carries weights between both: export the same variables before both start; NCCL's files count too",
+        ),
     ):
         if differ := sorted(name for name in names if _public(of_ours.get(name, "unset")) != _public(of_theirs.get(name, "unset"))):
             got, expected = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differ) for one in (of_theirs, of_ours))

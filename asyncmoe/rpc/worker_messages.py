@@ -35,7 +35,7 @@ class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: Count
     suspect: bool = False
     waiting: bool = False
-    """It gets no requests until it has a version; nor does an engine that is `leaving`."""
+    """It has no version yet, so it gets no requests. An engine that is `leaving` gets none either."""
     leaving: bool = False
 
 
@@ -55,7 +55,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 Busy = tuple[str, float, float]
-"""An engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
+"""An engine's name, and begin and end (Unix seconds) of an interval in which it was generating."""
 
 
 # ---------------------------------------------------------------- to the controller

@@ -29,8 +29,8 @@ Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 class PlantEngines(Section):
     """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
 
-    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`: in the
-    simulation, steps do not grow with contexts, and memory is not modelled. Set `max_running` to the number of requests that fit.
+    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`. The simulation
+    does not model memory: set `max_running` to the number of requests that fit.
     """
 
     count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
@@ -59,7 +59,7 @@ class PlantSync(Section):
     """The weight update after each training step."""
 
     seconds: NonNegativeFloat = Field(0.0, description="Seconds of an update during which engines generate with the previous version.")
-    pause_s: NonNegativeFloat = Field(0.0, description="Seconds after that during which the engines pause, to swap the weights.")
+    pause_s: NonNegativeFloat = Field(0.0, description="Seconds of the pause that ends an update, in which engines swap the weights.")
 
 
 class PlantScoring(Section):
@@ -88,9 +88,14 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most the number of slots; null: that number.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most, and if null, "
+        "engines.count * engines.max_running.",
     )
-    steps: Positive = Field(40, description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1), at most half.")
+    steps: Positive = Field(
+        40,
+        description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1) steps, or the first half if that is "
+        "fewer.",
+    )
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
     engines: PlantEngines = PlantEngines()
     trainer: PlantTrainer = PlantTrainer()

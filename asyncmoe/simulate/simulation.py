@@ -33,7 +33,7 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
     """Simulate `plant.steps` training steps.
 
     Args:
-        skip: number of initial steps excluded from the outcome; None: those that train the batches started together at the beginning.
+        skip: number of initial steps excluded from the outcome; None: the steps that train the batches started together at the beginning.
 
     Raises:
         InvariantBroken: a token older than the bound reached the trainer, counts do not add up, or no event is left. Each would be a bug in
@@ -187,7 +187,7 @@ class Simulation:
         for group in lease:
             age = step - int(group.oldest)
             if age > bound:
-                raise InvariantBroken(f"simulation: step {step} trained a token of age {age}, the law allows {bound}")
+                raise InvariantBroken(f"simulation: step {step} trained a token of age {age}, but the law allows at most {bound}")
             state.oldest_age = max(state.oldest_age, age)
             for version, tokens in group.tokens.items():
                 state.ages[step - version] += round(tokens)

@@ -149,7 +149,7 @@ class SimulatedRun:
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
         lost: share of the started trajectories that were dropped.
-        ledger: number of trajectories started, and by outcome.
+        ledger: numbers of trajectories, started and by outcome.
     """
 
     mode: str

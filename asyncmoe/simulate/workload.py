@@ -42,7 +42,7 @@ class Workload:
         tokens: tokens sampled in a turn, by z.
         icc: intra-class correlation of a group's z.
         turns: weights of 1, 2, ... turns.
-        tool: seconds of a tool call, by z; None: 0.
+        tool: seconds of a tool call, by z; None: calls take no time.
         recorded: groups of a run, from which groups are drawn at random instead; everything else then has no effect.
     """
 
@@ -163,7 +163,7 @@ def spec(text: str) -> tuple[str, Mapping[str, float] | None]:
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in values:
-            raise ConfigError("workload", got=f"{part!r} of {name}", expected=f"key=value with a key of {', '.join(values)}")
+            raise ConfigError("workload", got=f"{part!r} of {name}", expected=f"key=value with one of the keys {', '.join(values)}")
         values[key] = _number(name, key, value)
     return name, values
 
@@ -211,8 +211,8 @@ def _read(path: Path) -> list[float]:
 def recorded(run_dir: Path) -> list[list[Episode]]:
     """Return the episodes of the groups that a run has kept (`asyncmoe.telemetry.samples`); the run may still be running.
 
-    Kept groups are chosen by number alone, so their lengths are representative. Each trajectory of several agents or paths counts as an
-    episode.
+    Kept groups are chosen by number alone, so their lengths are representative. With several agents or paths, each trajectory counts as
+    an episode.
 
     Raises:
         DataError: the run has kept no groups yet, or a record is malformed.

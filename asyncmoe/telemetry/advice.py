@@ -11,9 +11,9 @@ from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
 
 IDLE = 0.4
-"""Share of idle time above which the other side is called the bottleneck."""
+"""If the trainer or the engines are idle for more than this share of time, the other of the two is called the bottleneck."""
 BOTH_IDLE = 0.25
-"""Share of idle time of both sides above which they are reported to wait for each other."""
+"""If the trainer and the engines are both idle for more than this share, they are said to wait for each other."""
 SETTLED_STEPS = 5
 """Minimum RL steps for advice on idle time; with fewer, shares of time reflect the start more than the run."""
 DROPPED = 0.1
@@ -36,8 +36,8 @@ class Advice(NamedTuple):
 
     Attributes:
         text: a sentence.
-        runs: what was found in which of several runs, each as "first, second: Trainer idle 61 %"; [] on the page of one run.
-        fine: it names no problem.
+        runs: the runs with the problem and what was found there, each as "first, second: Trainer idle 61 %"; [] on the page of one run.
+        fine: `text` names no problem.
     """
 
     text: str
@@ -46,8 +46,7 @@ class Advice(NamedTuple):
 
 
 def merged(advice: Mapping[str, Sequence[str]]) -> list[Advice]:
-    """Merge the advice on several runs, given by their names, so that each remedy appears once, with the runs that need it; the most urgent
-    first."""
+    """Merge the advice on several runs (by name), the most urgent first. Each remedy appears once, with the runs that need it."""
     if len(advice) == 1:
         return [Advice(text, [], text in (ALL_WELL, FEW_STEPS)) for sentences in advice.values() for text in sentences]
     found: dict[str, dict[str, list[str]]] = {}
@@ -89,7 +88,7 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
         reward = number(mean(step.reward_mean for step in rl))
         yield (
             f"Every response gets the same reward ({reward}), so there is nothing to learn from: change task.difficulty, "
-            "raise rollout.temperature, or take more warmup.steps."
+            "raise rollout.temperature, or raise warmup.steps."
         )
     if (rejected := share(last.rejected.values(), last.started) or 0.0) > REJECTED:
         most = max(last.rejected, key=last.rejected.__getitem__)
@@ -113,7 +112,8 @@ def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
     if min(trainer, engines) > BOTH_IDLE:
         yield (
             f"Trainer idle {percent(trainer)} and engines idle {percent(engines)}: they wait for each other, or for scorers, "
-            "tools and agents; raise queue.staleness.max_staleness so that the engines may run ahead, or make the latter faster."
+            "tools and agents; raise queue.staleness.max_staleness so that the engines may run ahead, or make scorers, tools and agents "
+            "faster."
         )
     elif trainer > IDLE:
         yield (

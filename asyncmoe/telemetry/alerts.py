@@ -81,7 +81,7 @@ def tell(told: Told, records: Sequence[Followed], now: float) -> tuple[Told, lis
     since = 0.0 if told.stepped is None else now - told.stepped
     if not told.late and since > NO_STEP_S:
         told = replace(told, late=True)
-        alerts.append(Alert("no_step", f"no step for {since:.0f} s, after {told.step}", told.step))
+        alerts.append(Alert("no_step", f"no step for {since:.0f} s, after step {told.step}", told.step))
     return told, alerts
 
 
@@ -106,7 +106,7 @@ class Alarm:
             self._sent.append(self._sender.submit(self._call, self._command, json.dumps(body).encode()))
 
     def close(self) -> None:
-        """Wait for unsent alerts, for at most twice the time limit of one alert: one for the current alert, one for the last."""
+        """Wait for unsent alerts, for at most twice the limit of one: the alert in progress, then the last one."""
         wait(self._sent, 2 * _TIMEOUT_S)
         self._sender.shutdown(wait=False, cancel_futures=True)
 

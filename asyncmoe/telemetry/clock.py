@@ -10,7 +10,7 @@ _BEGIN = time.time() - time.monotonic()
 def unix() -> float:
     """Return the Unix time at the start of this process plus the monotonic time since.
 
-    Setting the system clock while a process runs changes no duration between its records, but the times of a process started later are
-    shifted against it.
+    Setting the system clock while a process runs changes no duration between its records, but processes that start later record
+    shifted times.
     """
     return _BEGIN + time.monotonic()

@@ -146,5 +146,5 @@ class BeatListener:
 
 
 def ends_the_run(role: str) -> bool:
-    """Return whether a run cannot continue without this role. It can without an engine, which the controller fences."""
+    """Return whether a run cannot continue without this role. It can continue without an engine, which the controller fences."""
     return role == "controller" or role.startswith(TRAINER)

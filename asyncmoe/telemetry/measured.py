@@ -46,9 +46,9 @@ def standard_error(values: Sequence[float]) -> float | None:
     """Return the standard error of the mean of independent values, s / sqrt(n) with the sample standard deviation s of the n; None for
     fewer than two.
 
-    By the central limit theorem; for an evaluation, of questions drawn independently from all possible ones (Miller 2024, "Adding Error
-    Bars to Evals", arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of sampling its
-    episodes; episodes of one question are not independent, and counting each separately would understate the error.
+    It holds by the central limit theorem. The questions of an evaluation count as drawn independently from all possible ones (Miller 2024,
+    "Adding Error Bars to Evals", arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of
+    sampling its episodes; episodes of one question are not independent, and counting each separately would understate the error.
     """
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 

@@ -29,7 +29,7 @@ class Metric:
         unit: unit in words, the label of the figure's axis. If it begins with "share", values are between 0 and 1, and people see per cent.
         key: meaning of a mapping's keys; the label in Prometheus.
         word: its name in a step's line on the terminal; "" omits it.
-        over_updates: how the figures of a step's optimizer updates (`StepMetrics.figures` of the trainer) become one.
+        over_updates: how the values of a step's optimizer updates (`StepMetrics.figures` of the trainer) become a single value.
         source: the queue's statistics or the engine pool, from which the record copies the attribute of the same name.
     """
 
@@ -66,7 +66,7 @@ def declared(kind: type[msgspec.Struct]) -> Mapping[str, Metric]:
 def numbers(record: msgspec.Struct) -> Iterator[Number]:
     """Yield every measured number of a record's metrics.
 
-    A mapping to records yields each of their metrics under both names ("tools_calls"); counts by reason are summed.
+    A field that maps to records yields each of their metrics under both fields' names ("tools_calls"); counts by reason are summed.
     """
     for name, metric in declared(type(record)).items():
         value = getattr(record, name)

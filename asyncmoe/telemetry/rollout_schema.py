@@ -19,13 +19,13 @@ class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     retried: Annotated[int, Metric("Retries.")] = 0
     failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", "samples", key="reason")] = {}
     seconds: Annotated[float, Metric("Total time of the scored and failed samples.", "seconds")] = 0.0
-    wait_seconds: Annotated[float, Metric("The part of `seconds` outside calls: waiting for a slot and in backoff.", "seconds")] = 0.0
+    wait_seconds: Annotated[float, Metric("Part of `scoring_seconds` outside calls: waiting for a slot or in backoff.", "seconds")] = 0.0
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of a tool since the controller started."""
 
-    calls: Annotated[int, Metric("Calls.")] = 0
+    calls: Annotated[int, Metric("Calls of the tool.")] = 0
     seconds: Annotated[float, Metric("Total time of the calls.", "seconds")] = 0.0
     failures: Annotated[Mapping[str, int], Metric("Failed calls by reason.", key="reason")] = {}
 
@@ -34,7 +34,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's counters and gauges.
 
     Started, accepted, rejected, dropped and requeued trajectories are counted since the run began: a restarted controller takes the counts
-    over from the log. The other counters, including those of tokens, start at 0 with the controller, unless their descriptions say
+    over from the log. Other counters, such as those of tokens, start again at 0 when the controller restarts, unless their descriptions say
     otherwise.
     """
 
@@ -57,8 +57,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     recalled_tokens: Annotated[
         int, Metric("Tokens sampled before a restart and reused by unfinished episodes.", "tokens", source="pool")
     ] = 0
-    scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
-    tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
+    scoring: Annotated[Mapping[str, Scoring], Metric('Statistics of the stages in use, "scorer" and "teacher".', key="who")] = {}
+    tools: Annotated[Mapping[str, Calls], Metric("Statistics of tool calls, by the tool's name.", key="tool")] = {}
     tokens_per_s: Annotated[Amount, Metric("Sampled tokens per second since the last record.", "tokens/s")] = None
     engine_utilization: Annotated[
         Mapping[str, float],
@@ -72,10 +72,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of one set: its questions, put to one version.
+    """One evaluation of one set of questions.
 
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit each
-    k for which there are too few rewards.
+    A number is None (null) if every episode failed; `reward_stderr` also if fewer than two questions have rewards. `pass_at` and
+    `pass_at_stderr` omit each k for which there are too few rewards.
     """
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]
@@ -85,12 +85,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         Count, Metric("Newest version that sampled a token; later than `version` if weights were updated during the evaluation.")
     ] = None
     name: Annotated[str, "Name of the set in `evaluation.sets`; empty without sets."] = ""
-    questions: Annotated[int, Metric("Questions.")]
-    samples: Annotated[int, Metric("Episodes per question, failed ones included: the k of mean@k, which is `reward_mean`.")] = 1
+    questions: Annotated[int, Metric("Number of questions.")]
+    samples: Annotated[int, Metric("Episodes per question, k, failed ones included; `reward_mean` is mean@k.")] = 1
     episodes: Annotated[int, Metric("Episodes.")]
-    reward_mean: Annotated[
-        Amount, Metric("Mean over questions of the mean reward of their episodes, without failed episodes.", "reward")
-    ] = None
+    reward_mean: Annotated[Amount, Metric("Mean over questions of each question's mean reward, without failed episodes.", "reward")] = None
     reward_stderr: Annotated[
         Amount,
         Metric(
@@ -101,7 +99,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Annotated[
         Mapping[str, float],
         Metric(
-            "Mean of each metric beside the reward, as `reward_mean`, over the episodes that have it; at most 64, those that most have.",
+            "Mean of each metric beside the reward, computed as `reward_mean` over the episodes that have it; at most 64 metrics, those "
+            "that most episodes have.",
             "the metric's own unit",
             key="name",
         ),
@@ -109,7 +108,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: Annotated[
         Mapping[str, float],
         Metric(
-            "pass@k: chance that at least one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
+            "pass@k: unbiased estimate of the chance that at least one of k episodes passes (`evaluation.pass_reward`), as a mean over "
+            "questions with at least k rewards.",
             "share of questions",
             key="k",
         ),
@@ -117,7 +117,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_stderr: Annotated[
         Mapping[str, float],
         Metric(
-            "Standard error of `pass_at`: the sample standard deviation of the questions' chances / sqrt(questions with k rewards).",
+            "Standard error of `pass_at`: the sample standard deviation of the questions' pass@k / sqrt(questions with k rewards).",
             "share of questions",
             key="k",
         ),

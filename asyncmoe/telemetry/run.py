@@ -69,7 +69,7 @@ class RunRecords:
 
 
 def load(run_dir: Path) -> RunRecords:
-    """Read a run directory, even before the first step. All files but one may be absent.
+    """Read a run directory, even before the first step. Files may be absent, but not all of them.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged; names file and line.

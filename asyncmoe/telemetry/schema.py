@@ -30,9 +30,9 @@ What = Literal["wait", "train", "sync", "generate", "pause"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the trainer. None: not measured in this step, or not finite.
+    """One step of the trainer. A number that was not measured or is not finite is None (null).
 
-    The step lasted from `time - step_seconds` to `time`: waiting for a batch, training, and weight sync.
+    The step lasted from `time - step_seconds` to `time`, and includes waiting for a batch, training, and weight sync.
     """
 
     step: Annotated[int, "Number of optimizer steps taken, including this step and the warm-up."]
@@ -40,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[Count, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
-        Count, Metric("Restarts so far that trained steps again from the log: steps of different lineages have different weights.")
+        Count, Metric("Restarts so far after which steps were retrained. A step has different weights in different lineages.")
     ] = None
 
     # Learning
@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     reward_std: Annotated[Amount, Metric("Standard deviation of the batch's rewards.", "reward")] = None
     rewards: Annotated[
         Mapping[float, int] | None,
-        Metric("Number of the batch's responses by reward, rounded to a grid of at most 20 steps.", "responses", key="reward"),
+        Metric("Number of the batch's responses by reward; rewards are rounded to a grid of at most 22 values.", "responses", key="reward"),
     ] = None
     metrics: Annotated[
         Mapping[str, float] | None,
@@ -58,7 +58,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             key="name",
         ),
     ] = None
-    step_reward_mean: Annotated[Amount, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
+    step_reward_mean: Annotated[Amount, Metric("Mean of the rewards of single steps in the batch's responses.", "reward")] = None
     loss: Annotated[Amount, Metric("Loss.", "loss", word="loss")] = None
     grad_norm: Annotated[Amount, Metric("Gradient norm before clipping.", "norm")] = None
     lr: Annotated[Amount, Metric("Learning rate.", "a step")] = None
@@ -80,24 +80,27 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: Annotated[Amount, Metric("Mean age of the sampled tokens.", "versions")] = None
 
     # Agreement of engines and trainer
-    logprob_diff_mean: Annotated[Amount, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")] = None
+    logprob_diff_mean: Annotated[
+        Amount, Metric("Mean absolute difference of the trainer's and the engine's log-probability, over sampled tokens.", "nats a token")
+    ] = None
     logprob_diff_max_same_version: Annotated[
         Amount,
         Metric(
-            "Largest |trainer - engine| log-probability over tokens whose whole prefix was computed under the trainer's version.",
+            "Largest absolute difference of the trainer's and the engine's log-probability, over tokens whose whole prefix was computed "
+            "under the trainer's version.",
             "nats a token",
             over_updates="first",
         ),
     ] = None
     logprob_diff_mean_same_version: Annotated[
-        Amount, Metric("Mean difference over the tokens of `logprob_diff_max_same_version`.", "nats a token", over_updates="first")
+        Amount, Metric("Mean absolute difference over the tokens of `logprob_diff_max_same_version`.", "nats a token", over_updates="first")
     ] = None
     logprob_tokens_same_version: Annotated[
-        Count, Metric("Tokens in `logprob_diff_max_same_version`; mostly 0 in an asynchronous run.", "tokens", over_updates="first")
+        Count, Metric("Tokens compared in `logprob_diff_max_same_version`; mostly 0 in asynchronous runs.", "tokens", over_updates="first")
     ] = None
     train_infer_kl: Annotated[
         Amount,
-        Metric("KL(engine || trainer), estimated, never negative: the effect of staleness and train-inference mismatch.", "nats a token"),
+        Metric("KL(engine || trainer), by a non-negative estimator: the effect of staleness and train-inference mismatch.", "nats a token"),
     ] = None
     train_infer_kl_direct: Annotated[
         Amount,
@@ -125,7 +128,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, float] | None, Metric("Share of the sampled tokens that each rule alone would reject.", "share of tokens", key="rule")
     ] = None
     rejected_by_age: Annotated[
-        Mapping[int, float] | None, Metric("Rejected share of the tokens of each age.", "share of tokens", key="age")
+        Mapping[int, float] | None, Metric("Share of the tokens of each age that was rejected.", "share of tokens", key="age")
     ] = None
     plugin_metrics: Annotated[
         Mapping[str, float | None] | None,
@@ -145,7 +148,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, float | None] | None,
         Metric("Values that broke a rule of `verify`, by rule; absent if none did.", "the value's own unit", key="rule"),
     ] = None
-    skipped_updates: Annotated[Count, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = None
+    skipped_updates: Annotated[Count, Metric("Optimizer updates that `verify` refused; absent if there were none.", "updates")] = None
 
     # Idle time and queue
     queue_depth: Annotated[Count, Metric("Trajectories left in the queue when the batch was leased.", "trajectories", word="queue")] = None
@@ -161,8 +164,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sync_seconds: Annotated[
         Amount,
         Metric(
-            "Weight sync of the latest published version: from the end of its optimizer step until every engine served it. Absent if an "
-            "earlier step already reported it, or no version was published.",
+            "Duration of the weight sync of the latest published version, from the end of its optimizer step until every engine served it. "
+            "Absent if an earlier step reported it, or no version was published.",
             "seconds",
             word="sync",
         ),
@@ -170,17 +173,20 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sync_wait_seconds: Annotated[Amount, Metric("Time that the step waited for weight sync, during or after training.", "seconds")] = None
     checkpoint_s: Annotated[Amount, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
     checkpoint_wait_s: Annotated[Amount, Metric("Part of `checkpoint_s` spent waiting for the previous save.", "seconds")] = None
-    pause_ms: Annotated[Amount, Metric("Longest pause of an engine in `sync_seconds`.", "milliseconds", word="pause")] = None
+    pause_ms: Annotated[
+        Amount, Metric("Longest pause of an engine during the update that `sync_seconds` measures.", "milliseconds", word="pause")
+    ] = None
     sync_bytes: Annotated[
         Count,
-        Metric("Bytes that all engines together receive in `sync_seconds`. Absent unless updates may be deltas (`sync.delta`).", "bytes"),
+        Metric(
+            "Bytes that all engines together received in the update that `sync_seconds` measures. Absent unless updates may be deltas "
+            "(`sync.delta`).",
+            "bytes",
+        ),
     ] = None
     sync_changed: Annotated[
         Amount,
-        Metric(
-            "Share of weights whose bits, as engines store them, changed since the previous version. Present: the version came as a delta. "
-            "Absent: it was sent in full."
-        ),
+        Metric("Share of weights whose bits, as engines store them, changed since the previous version. Absent after a full update."),
     ] = None
 
     # Throughput

@@ -24,7 +24,7 @@ def speeds(config: Config, parameters: int, steps: Sequence[Step], rollout: Sequ
     had no work.
 
     Args:
-        parameters: number of the model's.
+        parameters: number of the model's parameters.
         steps: RL steps, oldest first, more than `SETTLING` and longer than the controller's interval between two records.
         rollout: the controller's records, oldest first.
     """

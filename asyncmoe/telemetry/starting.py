@@ -13,11 +13,11 @@ def phases(beats: Iterable[Beat], rollouts: Sequence[Rollout]) -> list[str]:
 
     Args:
         beats: the newest heartbeat of each process.
-        rollouts: the controller's first record since this start of the run, whose counts go on from earlier starts, and its newest.
+        rollouts: the controller's first and newest records since this start of the run; their counts include earlier starts.
     """
     engines = {one.role for one in beats if one.does == SERVES}.union(*(one.engine_utilization for one in rollouts))
     found = [f"{name} is ready" for name in sorted(engines)]
-    if rollouts:  # the controller writes records once a trainer has joined, which has then loaded its model
+    if rollouts:  # the controller writes records only once a trainer has joined, which it does after loading its model
         found.append("the trainer has loaded the model")
     if any(one.engines_serving for one in rollouts):
         found.append("engines have the trainer's weights")

@@ -84,7 +84,7 @@ def write_summary(run_dir: Path) -> dict[str, object]:
 
     Raises:
         DataError: no step is recorded, or a line is malformed.
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     run = load(run_dir)
     if not run.steps:
@@ -163,7 +163,7 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
 
 def difference(first: Row, second: Row) -> str:
     """Describe the second run's value minus the first's, with the standard error of the difference of independent runs where both errors
-    are known: "+0.12 ± 0.071"; shares differ by points, hundredths."""
+    are known: "+0.12 ± 0.071". A difference of shares is in points (hundredths)."""
     if first.number is None or second.number is None:
         return ABSENT
     by = second.number - first.number

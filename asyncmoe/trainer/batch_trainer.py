@@ -92,7 +92,7 @@ class Learner:
             before_update: as for `train_step`.
 
         Raises:
-            AnomalyFound: a rule of `verify` stops the run; no further update was made.
+            AnomalyFound: a rule of `verify` stops the run before an update.
         """
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage

@@ -21,7 +21,7 @@ SKIPPED = "anomaly_"
 _WORDS = {"loss": "the loss", "kl_engine": "the log-probabilities' divergence", "grad_norm": "the gradient norm"}
 
 Guard = Callable[[Mapping[str, float]], bool]
-"""Returns whether an update goes on. Called with "loss", "kl_engine" and perhaps "logprob_diff" after the backward pass, and with
+"""Returns whether an update may proceed. Called with "loss", "kl_engine" and perhaps "logprob_diff" after the backward pass, and with
 "grad_norm" (before clipping) before parameters change."""
 
 
@@ -97,8 +97,8 @@ class BatchGuard:
         """See `Guard`.
 
         Raises:
-            AnomalyFound: a rule stops the run, or more than `verify.anomalies.skips` batches in a row would be skipped: the anomaly is
-                persistent. The same on every rank.
+            AnomalyFound: a rule stops the run, or more than `verify.anomalies.skips` batches in a row would be skipped, so that the
+                anomaly seems to persist. The same on every rank.
         """
         now = judge(self.section, values)
         for one in now:

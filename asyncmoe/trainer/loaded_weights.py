@@ -29,16 +29,16 @@ tokens that the model may never have seen."""
 
 
 def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int) -> None:
-    """Have the controller compare the loaded weights (not adapters), and let engines sample if their loaded weights are version `step`.
-    Collective over all ranks.
+    """Have the controller compare the weights that engines loaded (not adapters). Collective over all ranks.
 
-    Without adapters, a version received before sampling replaces all loaded weights, so nothing is compared.
+    If these weights are version `step`, engines may then sample. If they are not and no adapter is trained, nothing is compared: a version
+    replaces them before anything is sampled.
 
     Args:
         client: this rank's connection to the controller.
 
     Raises:
-        Disagreement: names an engine, and the first parameters that differ; on rank 0, which ends the others.
+        Disagreement: names an engine, and the first parameters that differ. Only rank 0 raises it; its exit ends the other ranks.
         AsyncmoeError: engines did not start.
     """
     config, adapter = expected.config, expected.config.adapter

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _EVALUATION_S = 5.0
 """Seconds between heartbeats while waiting for the last evaluation."""
 _NOTICED_S = 0.001
-"""Shorter waits for weight sync get no span."""
+"""Seconds; shorter waits for weight sync get no span."""
 
 
 def run(config: Config) -> None:
@@ -69,8 +69,8 @@ def run(config: Config) -> None:
     try:
         built = gpt.build(hf, config, place)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        traceback.print_exc()  # Megatron rejects its arguments with these types; devices, disks and other ranks raise others
-        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="one that Megatron builds") from error
+        traceback.print_exc()  # Megatron rejects arguments with these types; failing devices, disks and ranks raise other types
+        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="a model that Megatron can build") from error
     if place.rank == 0:
         log.info("Megatron's switches: %s", built.switches.text)
     if newest is None or config.adapter is not None:  # adapter runs save no base weights
@@ -162,8 +162,8 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # A run that stops while its engines start has no engines to publish to. In the middle of a step, the lease returns the same
-            # batch again, not a stop.
+            # A run that stops while its engines start has no engines to publish to, which is no error. If the failure came in the middle of
+            # a step, the lease returns the same batch again, not a stop.
             if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)
@@ -226,7 +226,7 @@ class Trainer:
 
     @property
     def _due(self) -> bool:
-        """Whether to publish the weights: as soon as they are no older than the engines', then every `sync.every` steps."""
+        """Whether to publish the weights: once they are no older than those of the engines, then every `sync.every` steps."""
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
 
@@ -291,7 +291,7 @@ def agree(plugins: Plugins) -> None:
         others = [rank for rank, found in enumerate(everyone) if found.get(target) != digest]
         if others:
             got = f"another file of {target} on rank {others[0]} than on rank 0"
-            raise ConfigError("objective", got=got, expected="the same on every machine", hint="copy the file, or set PYTHONPATH")
+            raise ConfigError("objective", got=got, expected="the same file everywhere", hint="copy the file, or set PYTHONPATH")
 
 
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -124,7 +124,7 @@ class SupervisedLoss:
     def __call__(
         self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None, top: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Sums]:
-        """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and the sums that `objective.scale` needs:
+        """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and the sums that `objective.scale` needs;
         no token is ever rejected."""
         loss = -(torch.where(batch.mask, logprobs, 0.0) * batch.weights).sum()
         tokens, planned = batch.mask.sum().double(), torch.where(batch.mask, batch.weights, 0.0).double().sum()

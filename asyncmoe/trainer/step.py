@@ -55,7 +55,7 @@ class StepMetrics:
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
         updated: False if no parameter changed: every token was rejected, or the update was refused.
         refused: whether the guard refused the update.
-        figures: further numbers by field name in `telemetry.schema.Step`: `PolicyLoss.figures`; {} for other losses.
+        figures: `PolicyLoss.figures`, by field name in `telemetry.schema.Step`; {} for other losses.
         routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
     """
@@ -166,8 +166,8 @@ def logprobs_only(
         sampled_only: leave out tokens that were not sampled.
 
     Returns:
-        float32[T_i] by trajectory index i, on every rank, aligned with the tokens; 0 for the first, which nothing precedes, and for tokens
-        that are left out.
+        float32[T_i] by trajectory index i, on every rank, aligned with the tokens; 0 for the first token, which nothing precedes, and for
+        tokens that are left out.
     """
     with mark("log-probabilities"):
         finish, batches = partial(_logprobs_of, model.mesh, temperature), MicroBatches.of(microbatches)
@@ -223,7 +223,7 @@ def _run(
     batches = MicroBatches.of(microbatches)
     most = max(batches.rows)
     if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
-        raise InvariantBroken(f"model chunks interleave: got micro-batches of {batches.rows} rows, expected equal ones")
+        raise InvariantBroken(f"interleaved model chunks: got micro-batches of {batches.rows} rows, expected equally many rows in each")
     iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(batches.shared(len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
@@ -272,7 +272,7 @@ def _logprobs(
 
 
 def _no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """Return a token count, which is not used: it only keeps the schedule from dividing the loss by the number of micro-batches."""
+    """Return a token count that is not used: it only keeps the schedule from dividing the loss by the number of micro-batches."""
     return torch.zeros([], dtype=torch.int, device=like.device)
 
 

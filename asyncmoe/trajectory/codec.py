@@ -87,7 +87,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
     for n, a in arrays.items():
         if a.dtype != dtypes[n] or a.shape != (len(trajectory),) or not len(a):
             raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},), not empty"
+                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},) and at least one token"
             )
     r, m, t = trajectory.routes, trajectory.masks, trajectory.top
     data: Buffer = b"" if t is None else np.ascontiguousarray(t).reshape(-1).view(np.uint8).data
@@ -182,7 +182,7 @@ def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.
     if got != list(expected.items()):
         raise ProtocolError(f"trajectory {header.key}: got arrays {got}, expected {list(expected.items())}")
     if len({s.shape for s in header.arrays}) != 1:
-        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected one length")
+        raise ProtocolError(f"trajectory {header.key}: got shapes {[s.shape for s in header.arrays]}, expected equal ones")
     arrays, digest = {}, 0
     for name, frame in zip((*ARRAYS, *OPTIONAL), frames, strict=True):
         if name not in specs:

@@ -81,7 +81,7 @@ def check_masks(masks: EncodedMasks, key: str) -> None:
     """
     m = masks
     if not (0 <= m.rows < (1 << 31) - 1 and 0 <= m.ids < 1 << 31 and 1 <= m.vocabulary < 1 << 31):
-        raise ProtocolError(f"masks of {key}: got {m.rows} rows of {m.ids} ids of a vocabulary of {m.vocabulary}, expected each below 2^31")
+        raise ProtocolError(f"masks of {key}: got {m.rows} rows, {m.ids} ids, vocabulary {m.vocabulary}, expected each number below 2^31")
     digest = _digest(m.rows, m.ids, m.vocabulary, m.data)
     if digest != m.digest:
         raise ProtocolError(f"masks of {key}: got digest {digest:08x}, expected {m.digest & 0xFFFFFFFF:08x}")

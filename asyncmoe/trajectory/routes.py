@@ -98,7 +98,7 @@ def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
         detail = f"{key}: token {token}, layer {layer}, choice {choice}: got expert {expert}"
         if 0 <= expert < routing.experts:
             raise TrajectoryRejected("routes_repeated", f"{detail} a second time")
-        raise TrajectoryRejected("routes_out_of_range", f"{detail} of {routing.experts}")
+        raise TrajectoryRejected("routes_out_of_range", f"{detail} of {routing.experts}, expected 0 to {routing.experts - 1}")
     made = Routes(len(routes), routing.layers, routing.top_k, routing.experts, (), memoryview(planes.data).toreadonly())
     return sealed(made)
 
@@ -118,7 +118,7 @@ def decode_routes(routes: Routes, key: str, *, checked: bool = False) -> np.ndar
         uint8[layers, rows, top_k] for up to 256 experts, uint16 for more.
 
     Raises:
-        ProtocolError: see `check_routes`; or a token has an invalid expert id or the same expert twice in a layer; names token and layer.
+        ProtocolError: as `check_routes`; or a token has an invalid expert id, or the same expert twice in a layer (names token and layer).
     """
     if not checked:
         check_routes(routes, key)
@@ -130,7 +130,7 @@ def decode_routes(routes: Routes, key: str, *, checked: bool = False) -> np.ndar
         layer, token, choice = np.unravel_index(bad, ids.shape)
         place = f"token {token}, layer {routes.layers[layer]}, choice {choice}"
         expert = int(ids.flat[bad])
-        what = "a second time" if expert < routes.experts else f"of {routes.experts}"
+        what = "a second time" if expert < routes.experts else f"of {routes.experts}, expected 0 to {routes.experts - 1}"
         raise ProtocolError(f"routes of {key}: {place}: got expert {expert} {what}")
     return ids
 
@@ -141,7 +141,7 @@ def expect_valid(routes: Routes, key: str) -> None:
     planes = np.frombuffer(routes.planes, np.uint8)
     if not _C.routes_valid(planes, routes.rows, routes.top_k, routes.experts, len(routes.layers)):
         decode_routes(routes, key)
-        raise ProtocolError(f"routes of {key}: got invalid experts")
+        raise ProtocolError(f"routes of {key}: got invalid experts, expected ids below {routes.experts}, none twice for a token in a layer")
 
 
 def check_routes(routes: Routes, key: str) -> None:
@@ -152,14 +152,15 @@ def check_routes(routes: Routes, key: str) -> None:
     """
     r = routes
     if not (0 <= r.rows < 1 << 31 and 1 <= r.experts <= MAX_EXPERTS and 1 <= r.top_k <= min(MAX_TOP_K, r.experts)):
-        raise ProtocolError(f"routes of {key}: got {r.rows} rows, top {r.top_k} of {r.experts} experts")
+        detail = f"got {r.rows} rows, top {r.top_k} of {r.experts} experts, expected fewer than 2^31 rows, "
+        raise ProtocolError(f"routes of {key}: {detail}top 1 to {MAX_TOP_K} of at most {MAX_EXPERTS} experts")
     ascending = all(a < b for a, b in zip((-1, *r.layers), (*r.layers, MAX_LAYERS), strict=True))
     if not ascending or len(r.digests) != len(r.layers):
-        detail = f"got layers {_short(r.layers)} and {len(r.digests)} digests, expected ascending layers below {MAX_LAYERS}, a digest each"
-        raise ProtocolError(f"routes of {key}: {detail}")
+        detail = f"got layers {_short(r.layers)} and {len(r.digests)} digests"
+        raise ProtocolError(f"routes of {key}: {detail}, expected ascending layers below {MAX_LAYERS}, and one digest for each")
     size = memoryview(r.planes).nbytes
     if size != len(r.layers) * r.plane_bytes:
-        detail = f"{len(r.layers)} layers of {r.rows} rows, {len(r.layers) * r.plane_bytes} bytes"
+        detail = f"{len(r.layers) * r.plane_bytes} bytes for {len(r.layers)} layers of {r.rows} rows"
         raise ProtocolError(f"routes of {key}: got {size} bytes, expected {detail}")
     for layer, got, expected in zip(r.layers, _digests(r), r.digests, strict=True):
         if got != expected:

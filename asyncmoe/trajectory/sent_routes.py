@@ -53,7 +53,8 @@ def from_bytes(data: Buffer, key: str) -> Routes:
         raise ProtocolError(f"routes of {key}: got {magic!r} at the beginning, expected {MAGIC!r}")
     begin = _HEADER.size + 8 * count
     if count > MAX_LAYERS or len(view) < begin:
-        raise ProtocolError(f"routes of {key}: got {len(view)} bytes, expected {count} layers")
+        expected = f"at least {begin} bytes, and at most {MAX_LAYERS} layers"
+        raise ProtocolError(f"routes of {key}: got {len(view)} bytes for {count} layers, expected {expected}")
     numbers = struct.unpack_from(f"<{2 * count}I", view, _HEADER.size)
     return Routes(rows, numbers[:count], top_k, experts, numbers[count:], view[begin:].toreadonly())
 

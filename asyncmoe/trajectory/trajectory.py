@@ -1,6 +1,6 @@
 """The trajectory: the unit of data that flows from the engines to the trainer.
 
-The arrays are written once, by the forward pass that sampled the token, and never change afterwards.
+A sampled token's values are written once, by the forward pass that sampled it, and never change afterwards.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
     _validate_arrays(t)
     low, high = int(t.tokens.min()), int(t.tokens.max())
     if low < 0 or (recording.vocabulary is not None and high >= recording.vocabulary):
-        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: tokens {low} to {high} of vocabulary {recording.vocabulary}")
+        detail = f"got tokens {low} to {high}, expected ids of the vocabulary of {recording.vocabulary}"
+        raise TrajectoryRejected("token_out_of_vocabulary", f"{t.key}: {detail}")
     _validate_versions(t, newest_version)
     _validate_record(t, recording)
 
@@ -38,7 +39,7 @@ def _validate_arrays(t: Trajectory) -> None:
     arrays = {name: getattr(t, name) for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or getattr(t, name) is not None}
     shapes = {name: array.shape for name, array in arrays.items()}
     if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 1:
-        raise TrajectoryRejected("length_mismatch", f"{t.key}: {shapes}")
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: got shapes {shapes}, expected one length for all")
     expected = {name: (ARRAYS | OPTIONAL)[name] for name in arrays}
     if any(array.dtype != expected[name] for name, array in arrays.items()):
         got = {name: array.dtype for name, array in arrays.items()}
@@ -46,11 +47,12 @@ def _validate_arrays(t: Trajectory) -> None:
     if not t.loss_mask.any():
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
     if not (0 <= t.forked < len(t) and 0 <= t.parent <= t.branch) or t.loss_mask[: t.forked].any():
-        raise TrajectoryRejected("bad_fork", f"{t.key}: path {t.branch} leaves path {t.parent} after {t.forked} of its {len(t)} tokens")
+        detail = f"path {t.branch} of {len(t)} tokens shares its first {t.forked} with path {t.parent}"
+        raise TrajectoryRejected("bad_fork", f"{t.key}: {detail}, expected an earlier path, and fewer shared tokens, none sampled here")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
-        raise TrajectoryRejected("bad_reward", f"{t.key}: reward {t.reward}")
+        raise TrajectoryRejected("bad_reward", f"{t.key}: got reward {t.reward}, expected a finite number")
     if t.rewards is not None:
         _validate_rewards(t, t.rewards)
     if t.teacher is not None:
@@ -103,7 +105,8 @@ def _validate_versions(t: Trajectory, newest_version: int | None) -> None:
         raise TrajectoryRejected("bad_version", f"{t.key}: a token that was not sampled carries a version")
     sampled = t.versions[t.loss_mask]
     if sampled.min() < 0 and (sampled != NOT_SAMPLED).any():
-        raise TrajectoryRejected("bad_version", f"{t.key}: sampled tokens have versions {sampled.min()} to {sampled.max()}")
+        detail = f"sampled tokens have versions {sampled.min()} to {sampled.max()}"
+        raise TrajectoryRejected("bad_version", f"{t.key}: {detail}, expected none below 0, or {NOT_SAMPLED} for all")
     if newest_version is not None and sampled.max() > newest_version:
         at = int(np.argmax(t.versions > newest_version))
         raise TrajectoryRejected(
@@ -116,7 +119,7 @@ def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> 
         raise TrajectoryRejected("length_mismatch", f"{t.key}: got routes of {routes.rows} tokens, expected {len(t) - 1}")
     got = (routes.layers, routes.top_k, routes.experts)
     if routing is not None and got != (routing.layers, routing.top_k, routing.experts):
-        detail = f"got {len(routes.layers)} layers, top {routes.top_k} of {routes.experts}, expected those of {routing}"
+        detail = f"got routes of {len(routes.layers)} layers, top {routes.top_k} of {routes.experts} experts, expected {routing}"
         raise TrajectoryRejected("routes_wrong_layers", f"{t.key}: {detail}")
     check_routes(routes, t.key)
 
@@ -145,5 +148,5 @@ def _validate_masks(t: Trajectory, encoded: EncodedMasks, recording: Recording) 
         raise TrajectoryRejected("no_mask", f"{t.key}: token {int(np.argmax(bare))} was sampled but has no mask")
     missing = token_outside(masks, t.tokens)
     if missing is not None:
-        detail = f"token {missing}, {t.tokens[missing]}, is not among the {masks.counts[missing]} ids it was sampled from"
+        detail = f"token {missing}: id {t.tokens[missing]} is not among the {masks.counts[missing]} ids from which it was sampled"
         raise TrajectoryRejected("mask_without_token", f"{t.key}: {detail}")

@@ -182,7 +182,7 @@ class Offer(RankReport, frozen=True):
 
     Attributes:
         base: the version that its delta changes; None: it can only send everything.
-        parts: by engine rank.
+        parts: the portion for each engine rank.
         changed, elements: changed elements in the delta, and all elements that it covers; elements sent to several engine ranks count once.
     """
 
@@ -245,7 +245,7 @@ class Key(Generic[T]):
 
 @dataclass(frozen=True)
 class Keys(Generic[T]):
-    """The names of messages of one type; a call puts an update, a stage and a rank, as far as they tell these apart, into `pattern`."""
+    """The names of messages of one type; a call fills the update, stage or rank that distinguishes them into `pattern`."""
 
     pattern: str
     type: type[T]

@@ -41,7 +41,7 @@ def test_an_optimizer_that_counts_in_its_groups() -> None:
 
 
 def test_a_group_that_nothing_is_known_of() -> None:
-    with pytest.raises(any_layout.Missing, match=r"a group of parameters with wd_mult 0\.5"):
+    with pytest.raises(any_layout.Missing, match=r"group of parameters with wd_mult 0\.5"):
         any_layout.translated(TWO, {"param_groups": [group(False, 0.5)]}, [ADAM])
 
 

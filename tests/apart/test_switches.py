@@ -119,8 +119,8 @@ def test_experts_are_grouped_by_whoever_can() -> None:
 @pytest.mark.parametrize(
     ("wanted", "machine", "run", "said"),
     [
-        ({}, "no GPU", "offload", "trainer.memory.optimizer_offload: got 1, and there is no GPU"),
-        ({}, "no GPU", "float8", "trainer.precision: got fp8, and there is no GPU"),
+        ({}, "no GPU", "offload", "trainer.memory.optimizer_offload: got 1 on a machine without a GPU"),
+        ({}, "no GPU", "float8", "trainer.precision: got fp8 on a machine without a GPU"),
         ({}, "Ampere", "float8", "capability 9.0"),
         ({}, "bare", "float8", "Transformer Engine is not installed"),
         ({}, "engine 2.1", "float8", "Transformer Engine is 2.1, older than 2.3"),

@@ -122,7 +122,7 @@ def test_splits_of_a_saved_data_set(tmp_path: Path, known: Tokenizer) -> None:
     path = written(tmp_path / "saved")
     task = tasks.load(config(path, split="test"), known).training
     assert {task.prompt(n).text for n in range(6)} == {"q0", "q1", "q2"}
-    with pytest.raises(DataError, match=r"task\.split: got validation, expected one of train, test, which .*saved has"):
+    with pytest.raises(DataError, match=r"task\.split: got validation, expected one of train, test, the splits of .*saved"):
         tasks.load(config(path, split="validation"), known)
     with pytest.raises(DataError, match=r"task\.path .*d\.parquet: got ValueError: Unknown split \"test\""):
         tasks.load(config(written(tmp_path / "d.parquet"), split="test"), known)

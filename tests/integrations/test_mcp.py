@@ -233,7 +233,7 @@ def test_names_and_choices(tmp_path: Path) -> None:
         assert list(runners) == ["act", "count", "b_act", "b_count"]
         assert await asyncio.gather(runners["count"].call("{}"), runners["b_count"].call("{}")) == ["1", "1"]
         assert await runners["act"].call("plain words") == "plain words"
-        assert (await told(runners["count"], "plain words")).startswith("tool_error: error: the arguments of count are a JSON object")
+        assert (await told(runners["count"], "plain words")).startswith("tool_error: error: the arguments of count must be a JSON object")
 
     play(both, then)
     with pytest.raises(ConfigError, match=r"mcp\.b: got two tools named act.*prefix"):

@@ -81,7 +81,7 @@ def test_a_run_copies_its_checkpoints_and_one_comes_back(tmp_path: Path) -> None
     assert {name.partition("/")[0] for name in wanted} == {"step-00000004", "step-00000005"}
     copier.check(config(run))
     (run / "checkpoints").rename(tmp_path / "lost")
-    with pytest.raises(UserError, match="with a copy of step 5, expected none"):
+    with pytest.raises(UserError, match="with a copy of step 5, expected no copies"):
         copier.check(config(run))
     assert copies.restore(URL, run) == path
     assert intact.fault(path) is None
@@ -93,7 +93,7 @@ def test_a_bucket_that_is_not_there_is_refused_before_the_run(tmp_path: Path) ->
     """S3 answers a list of a bucket that is not there with NoSuchBucket, which s3fs takes for an empty folder: only a write fails."""
     asked = config(tmp_path / "run", checkpoint_copy="s3://nowhere/x")
     copier.check(asked)
-    with pytest.raises(UserError, match=r"^trainer\.checkpoint_copy: got s3://nowhere/x/run: .*, expected a place that can be written to$"):
+    with pytest.raises(UserError, match=r"^trainer\.checkpoint_copy: got s3://nowhere/x/run: .*, expected a writable place$"):
         copier.try_to_write(asked)
     assert [one["Name"] for one in bucket().list_buckets()["Buckets"]] == ["backups"], "nothing makes a bucket of a mistyped name"
     copier.try_to_write(config(tmp_path / "run"))

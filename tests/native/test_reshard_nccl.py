@@ -56,7 +56,7 @@ def test_an_exchange_is_one_group(library: str) -> None:
 
 def test_peers_that_do_not_join(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_INIT", "7")
-    with pytest.raises(WaitTimeout, match="ranks 1, 2: it to join"):
+    with pytest.raises(WaitTimeout, match="ranks 1, 2: to join"):
         transport(library, 3, timeout_s=0.2)
     assert calls(library)[-1] == "abort"
 

@@ -58,7 +58,7 @@ def test_an_engine_whose_python_changes_a_setting_of_nccl_is_named(tmp_path: Pat
     line = refused(*demo(tmp_path / "run", engine_python(tmp_path, "export NCCL_CUMEM_ENABLE=1"), *ONE_RANK))
     assert "engine.0 did not start: " in line
     assert f"on {socket.gethostname()}: got NCCL_CUMEM_ENABLE 1, expected NCCL_CUMEM_ENABLE 0 as its starter" in line
-    assert "export the same before both start" in line
+    assert "export the same variables before both start" in line
 
 
 def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:

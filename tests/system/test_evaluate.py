@@ -72,7 +72,7 @@ def test_ctrl_c_ends_the_engines(arguments: list[str]) -> None:
 
 
 def test_what_cannot_be_evaluated_is_named_before_anything_starts(arguments: list[str], tmp_path: Path) -> None:
-    assert refused("eval", arguments[1], "examples/demo.yaml").startswith("evaluation: got none in the configuration, expected")
+    assert refused("eval", arguments[1], "examples/demo.yaml").startswith("evaluation: got no questions in the configuration, expected")
     bare = without_template(Path(arguments[1]), tmp_path / "bare")
     line = refused("eval", str(bare), *arguments[2:], "task.chat_template=true")
-    assert line.startswith("task.chat_template: got a tokenizer without a chat template")
+    assert line.startswith("task.chat_template: got none in the tokenizer")

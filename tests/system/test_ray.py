@@ -159,5 +159,5 @@ def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         line = refused(*demo(tmp_path / "run", "launch=ray"))
-    assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected one that listens; ray start --head")
+    assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected a head that listens; ray start --head")
     assert not (tmp_path / "run").exists()

@@ -47,7 +47,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, model, seed, dtype) -> 
     m, kind = model
     adapter = random_adapter(m, kind, seed, dtype)
     if not expressible(m, kind):
-        with pytest.raises(UserError, match="PEFT has no others for experts"):
+        with pytest.raises(UserError, match="PEFT supports no other targets on experts"):
             peft.to_peft(m, adapter, "base")
         return
     folder = tmp_path_factory.mktemp("adapter")

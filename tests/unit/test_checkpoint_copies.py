@@ -63,7 +63,7 @@ def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     [
         ("manifest.json", None, "no complete copy"),
         ("common.pt", None, "common.pt|No such file"),
-        ("common.pt", b"d" * 900, r"common\.pt: got 900 bytes of CRC-32C"),
+        ("common.pt", b"d" * 900, r"common\.pt: got 900 bytes with CRC-32C"),
         ("common.pt", b"d" * 10**6, "got 1000000 bytes"),
     ],
 )
@@ -183,7 +183,8 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
     copier.check(config(run, None))
     path.rename(tmp_path / "lost")
     with pytest.raises(
-        UserError, match=r"run with a copy of step 3, expected none, as .*run has none; asyncmoe checkpoints .*run --restore "
+        UserError,
+        match=r"run with a copy of step 3, expected no copies, as .*run has no checkpoint; restore it by asyncmoe checkpoints .*run --rest",
     ):
         copier.check(config(run, url))
 

@@ -93,7 +93,7 @@ def test_a_file_that_this_machine_cannot_read_is_refused_and_not_taken_for_damag
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(manifest, "seal", stale)
-    with pytest.raises(UserError, match="got Stale file handle, expected a file that can be read"):
+    with pytest.raises(UserError, match="got Stale file handle, expected a readable file"):
         intact.fault(newest)
 
 

@@ -167,7 +167,7 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
     ("override", "key", "got"),
     [
         ("run.steps", "", "'run.steps'"),
-        ("run.steps.more=1", "run.steps.more", "steps is not a section"),
+        ("run.steps.more=1", "run.steps.more", "steps, which is no section"),
         ("run.steps=[1", "run.steps", "'[1'"),
         ("run.stps=1", "run.stps", "an unknown key"),
         ("telemetry.profile.memory=true", "telemetry.profile.steps", "nothing"),

@@ -195,7 +195,7 @@ def test_one_that_its_lost_supervisor_stopped_leaves_a_controller_that_hangs(mon
     """It may hear that it is to stop before or after the supervisor has ended; from then on it waits `engines.orphan_s` at most."""
     left_at, why = leaves(monkeypatch, 5.0, orphaned_at)
     assert left_at == pytest.approx(max(5.0, orphaned_at) + 40, abs=1.0)
-    assert why.startswith("waited 40.0 s for the controller: it lets no engine leave")
+    assert why.startswith("waited 40.0 s for the controller: it has not let the engine leave")
 
 
 def test_the_end_of_a_failed_run_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,11 +115,11 @@ SEVERAL = {"kind": "dataset", "sources": [{"path": "x"}, {"path": "y"}]}
     [
         ({}, {"path": "x", "sets": {"a": {}}}, r"evaluation\.path: got x, expected null"),
         ({}, {"sets": {"a b": {}}}, r"evaluation\.sets: got the name 'a b', expected letters"),
-        ({}, {"sets": {"a": {"where": {"b": 1}}}}, r"evaluation\.sets\.a\.path: got nothing, expected the set's own source"),
+        ({}, {"sets": {"a": {"where": {"b": 1}}}}, r"evaluation\.sets\.a\.path: got nothing, expected a path, because"),
         ({}, {"sets": {"a": {"sample": 3}}}, r"evaluation\.sets\.a\.sample: got an unknown key"),
         ({}, {"sets": {"a": {"samples": 0}}}, r"evaluation\.sets\.a\.samples: got 0"),
         ({}, {"sets": {"a": {"kind": "jsonl", "split": "test", "path": "x"}}}, r"evaluation\.sets\.a\.kind: got jsonl, expected dataset"),
-        (SEVERAL, {"sets": {"a": {"split": "test"}}}, r"evaluation\.sets\.a\.path: got nothing, expected the set's path"),
+        (SEVERAL, {"sets": {"a": {"split": "test"}}}, r"evaluation\.sets\.a\.path: got nothing, expected a path because"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(task: dict[str, Any], evaluation: dict[str, Any], said: str) -> None:

@@ -46,7 +46,7 @@ def test_a_place_is_taken_until_its_node_is_silent_and_for_good_once_all_have_me
     waiting = came(node(1))
     with pytest.raises(
         UserError,
-        match=r"node 1 of engine engine\.a: got another on n1, expected one, on n1; set another --node or --name, or start again in 0 s if",
+        match=r"node 1 of engine engine\.a: got a second one on n1, expected only the one on n1; set another .* or start again in 0 s if",
     ):
         arrive(waiting, node(1, "other"), LIMIT_S, LIMIT_S)
     later = arrive(waiting, node(1, "other"), LIMIT_S + 1, LIMIT_S)
@@ -56,7 +56,7 @@ def test_a_place_is_taken_until_its_node_is_silent_and_for_good_once_all_have_me
 
 
 def test_nodes_that_cannot_be_of_one_engine_are_refused() -> None:
-    with pytest.raises(UserError, match=r"engines\.nodes of engine\.a on n1: got 3, expected 2, as its first node has"):
+    with pytest.raises(UserError, match=r"engines\.nodes of engine\.a on n1: got 3, expected 2, as on its first node"):
         came(node(0), node(1, nodes=3))
     with pytest.raises(UserError, match=r"node of engine engine\.a: got 2, expected less than engines\.nodes = 2"):
         came(node(2))

@@ -134,7 +134,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "missing": ("llama deepseek", drop(OUT), f"{OUT}: got nothing, expected a tensor, as config.json has it"),
     "a norm of two dimensions": ("glm deepseek", tensor(LAST, lambda x: x[None]), "got shape [1, 64], expected [64]"),
     "doubles": ("llama deepseek", tensor(OUT, torch.Tensor.double), "got dtype F64, expected BF16 or F32 or F16"),
-    "packed integers": ("llama qwen3_moe", renamed("o_proj.weight", "o_proj.qweight"), "it looks quantised as config.json does not say"),
+    "packed integers": ("llama qwen3_moe", renamed("o_proj.weight", "o_proj.qweight"), "it looks quantised, but config.json does not"),
     "a value head": ("qwen3 deepseek", add("v_head.weight", 1, 64), "v_head.weight: got a tensor, expected nothing, as config.json"),
     "an adapter inside": ("llama deepseek", add("model.layers.0.self_attn.o_proj.lora_A.default.weight", 4, 64), "merge_and_unload"),
     "fused experts": ("qwen3_moe deepseek", fused, "save it with save_pretrained(..., save_original_format=True)"),

@@ -343,7 +343,7 @@ def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_pat
         old._beat = lambda: None  # type: ignore[method-assign]  # as if suspended: its lock expires
         with closing(redis_log(server.url)) as new:
             await keep(new, b"two")
-            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller of a run, "):
+            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller per run, "):
                 await keep(old, bytes(100))
             old.close()
             await keep(new, b"three")
@@ -370,7 +370,7 @@ def test_what_a_server_has_lost_or_has_no_room_for_ends_the_log(tmp_path: Path, 
                 server.configure(maxmemory="0")
             else:
                 client.restore("asyncmoe:run:0", 0, copy, replace=True)
-                with pytest.raises(StorageError, match=r"got records up to \d+, expected \d+; it has lost what it had acknowledged"):
+                with pytest.raises(StorageError, match=r"got records up to \d+, expected \d+; the server lost acknowledged records"):
                     await keep(log, b"more")
             log.close()
         with closing(redis_log(server.url)) as again:

@@ -77,8 +77,8 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
     budget.check_host(config, found, 1 << 40)
     with pytest.raises(ConfigError, match=r"trainer.memory.optimizer_offload: got 1, with which 8 trainer ranks take 489 GB") as caught:
         budget.check_host(config, found, 300_000_000_000)
-    assert "expected at most 270 GB, as 10% of 300 are left free; take 0." in str(caught.value)
-    share = float(str(caught.value).partition("left free; take ")[2].partition(",")[0])
+    assert "expected at most 270 GB, as 10% of 300 GB are left free; set 0." in str(caught.value)
+    share = float(str(caught.value).partition("left free; set ")[2].partition(",")[0])
     less = trainer(memory={"optimizer_offload": share})
     budget.check_host(less, budget.of_run(less, HF), 300_000_000_000)
 

@@ -73,7 +73,7 @@ def test_what_does_not_fit_together_is_sent_as_it_is(answer: Any) -> None:
 
 def test_a_log_probability_that_is_no_number_is_refused() -> None:
     for value in (None, float("nan")):
-        with pytest.raises(EngineError, match="log-probabilities do not match"):
+        with pytest.raises(EngineError, match="got a log-probability that is not a number"):
             response("e", packed_answer(whole(reply([1], [value]))), PLAIN)
 
 

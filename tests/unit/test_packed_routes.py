@@ -48,7 +48,7 @@ def test_routes_that_do_not_fit_are_sent_as_they_are(routes: torch.Tensor) -> No
 
 def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _mend(ModuleType("processor"), ROUTING)
-    assert "routes are sent unpacked: processor of another SGLang" in capsys.readouterr().out
+    assert "routes are sent unpacked: SGLang is not 0.5.23, and processor has no place" in capsys.readouterr().out
     monkeypatch.setenv(packed_routes.ROUTING_VARIABLE, as_text(ROUTING))
     monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
     packed_routes.install()

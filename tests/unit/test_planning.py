@@ -79,7 +79,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(tmp_path: Path) -> None:
     ):
         found = command("--config", CLUSTER, *model, *keys, "--json", tmp_path / "plan.json")
         assert "does not fit" in found
-        assert f"expected at most 76, as 5% of its 80 GB are left free; {way}" in found
+        assert f"expected at most 76 GB, as 5% of its 80 GB are left free; {way}" in found
         assert not json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 

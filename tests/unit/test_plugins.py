@@ -197,7 +197,7 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
     ("function", "said"),
     [
         ("whole_sequences", ""),
-        ("own_sums", "got other values if two ranks hold parts of a sequence"),
+        ("own_sums", "got different values if two ranks hold parts of a sequence"),
         ("nothing_without_tokens", "called more often for one part of some sequences than for the other"),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 
 UNFIT_FAMILIES = [
     (f"{OWN}:BROKEN", r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router"),
-    (f"{OWN}:WRONG_TYPE", r"model\.family: got another type from shape_of of "),
+    (f"{OWN}:WRONG_TYPE", r"model\.family: got a wrong type from shape_of of "),
     (f"{OWN}:NUMBER", r"model\.family: got .*NUMBER, an integer, expected an object of asyncmoe\.models\.Family"),
     ("no.such:F", r"model\.family: got no\.such:F: ModuleNotFoundError"),
     (f"{OWN}:OTHER", r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or"),
@@ -329,7 +329,7 @@ def test_every_process_finds_the_family_of_the_configuration(tmp_path: Path) -> 
 
 def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**HF, families.FAMILY: f"{OWN}:SAME"}))
-    with pytest.raises(DataError, match=r"config\.json: got the key asyncmoe_family, expected none"):
+    with pytest.raises(DataError, match=r"config\.json: got the key asyncmoe_family, expected no such key"):
         models.load_hf_config(tmp_path)
     terms = Terms(
         {**HF, families.FAMILY: "os:path"}, None, MegatronParallel(), (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", 1, 1.0

@@ -32,7 +32,7 @@ def test_an_engine_that_has_loaded_other_weights_ends_the_run() -> None:
     pool = Pool(handles, 8, 5.0, lambda *_: None)
     prober = Prober(pool, 5.0, 0.5)
     asyncio.run(prober.require(AGREEING))
-    with pytest.raises(Disagreement, match=r"weights loaded by engine\.0, .* over 2 tokens, expected at most 0\.5"):
+    with pytest.raises(Disagreement, match=r"weights of engine\.0 against .* over 2 tokens, expected at most 0\.5"):
         asyncio.run(prober.require(Probe(((3, 1, 2),), ((0.0, -0.5, -5.0),))))
     handles[0].client.failures.extend([EngineError] * 2)
     asyncio.run(prober.require(AGREEING))

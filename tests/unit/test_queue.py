@@ -140,8 +140,8 @@ async def test_versions_do_not_go_back() -> None:
         ((1, "rl", -2, 9, 0), ProtocolError, "positive"),
         ((1, "rl", 4, 9, float("nan")), ProtocolError, "finite"),
         ((1, "rl", 4, 9, float("inf")), ProtocolError, "finite"),
-        ((1, "rl", 10, 9, 0), ConfigError, "got 10, expected at most what the queue holds, 8"),
-        ((1, "warmup", 1, 9, 0), ConfigError, "got 1, expected at most what the queue holds, 0"),
+        ((1, "rl", 10, 9, 0), ConfigError, "got 10, expected at most the queue's capacity, 8"),
+        ((1, "warmup", 1, 9, 0), ConfigError, "got 1, expected at most the queue's capacity, 0"),
         ((1, "rl", 8, 9, 0), ProtocolError, r"4 of 8 are leased to steps \(0,\); commit those first"),
         ((-1, "rl", 4, 9, 0), ProtocolError, "trained already"),
     ],
@@ -158,7 +158,7 @@ async def test_a_lease_that_cannot_be_is_refused(arguments: tuple[Any, ...], err
 @asynchronous
 async def test_a_token_newer_than_the_trainer_is_a_broken_invariant() -> None:
     held = await filled(group(0, 3), group(1, 10))
-    with pytest.raises(InvariantBroken, match="a token of version 10, but the trainer is at 9"):
+    with pytest.raises(InvariantBroken, match="got a token of version 10, expected at most 9"):
         await held.lease(0, "rl", 4, 9, 0)
 
 
@@ -167,7 +167,7 @@ async def test_the_next_step_may_be_leased_ahead() -> None:
     held = await filled(*(group(i) for i in range(4)))
     await held.lease(0, "rl", 4, 9, 0)
     assert names(await held.lease(1, "rl", 4, 9, 0))[0] == "g2.e0"
-    with pytest.raises(ProtocolError, match="step 1 before step 0"):
+    with pytest.raises(ProtocolError, match="got step 1, expected step 0 first"):
         held.commit(1)
     held.commit(0)
     held.commit(1)

@@ -295,7 +295,7 @@ def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> No
 
 def test_a_group_misses_a_rank_that_does_not_come_or_goes(ranks: Ranks) -> None:
     zero, one = ranks(2)
-    with pytest.raises(WaitTimeout, match="the other ranks: join weight group test"):
+    with pytest.raises(WaitTimeout, match="the other ranks: to join weight group test"):
         zero.connect(2, 1, 0.5)
     groups = together(lambda: zero.connect(2, 2, 10.0), lambda: one.connect(2, 2, 10.0))
     transport = TorchTransport(groups[0])

@@ -218,11 +218,11 @@ def test_memory_that_changes_after_the_proof_is_found_at_commit() -> None:
 def test_only_what_is_proved_is_written_and_only_once() -> None:
     ranks = large("bfloat16", 2)[0]
     messages = coded(ranks)
-    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+    with pytest.raises(InvariantBroken, match="expected a verified one"):
         ranks.receivers[1].commit(2)
     ranks.receive(1, messages)
     ranks.receivers[1].commit(2)
-    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+    with pytest.raises(InvariantBroken, match="expected a verified one"):
         ranks.receivers[1].commit(3)
 
 

@@ -145,7 +145,7 @@ def test_any_masks(lists: list[list[int]], data: st.DataObject) -> None:
         ([[3]], "length_mismatch", "got masks of 1 tokens, expected 2"),
         ([[3], [5], [6]], "length_mismatch", "got masks of 3 tokens, expected 2"),
         ([[3], []], "mask_without_token", "response token 1: the mask is empty"),
-        ([[3], [4, 6]], "mask_without_token", "response token 1: 5 is not among the 2 ids"),
+        ([[3], [4, 6]], "mask_without_token", "response token 1: id 5 is not among the 2 ids"),
         ([[3], [5, 10]], "bad_mask", "response token 1: id 10 is outside the vocabulary of 10"),
         ([[3, -1], [5]], "bad_mask", "response token 0: id -1 is outside the vocabulary"),
         ([[3], [2**31 - 1, 5]], "bad_mask", "response token 1: id 2147483647 is outside the vocabulary"),

@@ -107,7 +107,7 @@ def test_a_scorer_that_does_not_score_ends_the_run_before_an_engine_starts(
 def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unanswered = SimpleNamespace(prompt=lambda group: Prompt("q", (1, 2), ""))
     for try_first in (True, False):
-        with pytest.raises(ConfigError, match=r"^scoring\.scorer: got exact, and the first prompt has no answer, expected answers"):
+        with pytest.raises(ConfigError, match=r"^scoring\.scorer: got exact, but the first prompt has no answer, expected answers"):
             serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact", try_first=try_first), unanswered)
 
 

@@ -61,7 +61,7 @@ def test_before_the_time_limit_it_goes_back_into_the_queue(job: Job, capsys: pyt
 
 def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job: Job) -> None:
     before = job.save(4)
-    with pytest.raises(AsyncmoeError, match=r"job 12_3 made no step .*at step-00000004.*raise sbatch --time"):
+    with pytest.raises(AsyncmoeError, match=r"job 12_3 made no step .*has step-00000004.*raise sbatch --time"):
         job.conclude(asks(requeue=True), before=before)
     assert job.requeued == []
 

@@ -89,7 +89,7 @@ def test_a_node_has_a_gpu_for_every_process() -> None:
         check(1, 2)
     with pytest.raises(ConfigError, match=r"trainer.ranks: got 2 on a machine with 1 GPU, expected at most 1"):
         check(2, 1)
-    with pytest.raises(ConfigError, match=r"engines.first_gpu: got 1: an engine and the trainer on GPU 1, expected at least 2"):
+    with pytest.raises(ConfigError, match=r"engines.first_gpu: got 1, which puts an engine and the trainer on GPU 1, expected at least 2"):
         check(1, 8, "engines.first_gpu=1")
 
 
@@ -144,7 +144,7 @@ def test_engines_that_join_are_tasks_of_one_step() -> None:
     assert command[-6:] == ("python", "-m", "asyncmoe.launch.slurm.join", "--task", "c", "1")
     with pytest.raises(ConfigError, match=r"c: engines\.join: got false"):
         join.step(job(2), config(), Path("c"), 1, OUTSIDE)
-    with pytest.raises(UserError, match=r"arguments: got runs/a many, expected a run directory, and perhaps a number of engines"):
+    with pytest.raises(UserError, match=r"arguments: got runs/a many, expected a run directory, and optionally engines per node"):
         join.run(["runs/a", "many"])
 
 

@@ -109,8 +109,8 @@ def test_places_where_nothing_can_be_made_are_one_line_for_every_command_that_wr
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     (tmp_path / "file").touch()
     for out, said in (
-        (Path("/proc/nope/out"), "in /proc nothing can be made"),
-        (tmp_path / "link/out", f"in {tmp_path / 'link'} nothing can be made"),
+        (Path("/proc/nope/out"), "nothing can be created in /proc"),
+        (tmp_path / "link/out", f"nothing can be created in {tmp_path / 'link'}"),
         (tmp_path / "file/out", "choose a path with no file among its parts"),
     ):
         for make in (partial(make_model, out, MadeModel(), seed=0), partial(storage.check_new, "model", out)):

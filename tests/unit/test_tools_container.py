@@ -92,7 +92,7 @@ def test_a_container_that_cannot_start_is_refused(runtime: Path, monkeypatch: py
     assert "started no program within 0.5 s" in asyncio.run(called("1", IMAGE))
     runtime.unlink()
     assert "environment.sandbox.url" in (refusal := asyncio.run(called("1", IMAGE)))
-    assert refusal.startswith("environment.sandbox.image: got python:3.12-slim, and no program docker or podman")
+    assert refusal.startswith("environment.sandbox.image: got python:3.12-slim, but neither docker nor podman")
 
 
 def why_no_container() -> str | None:

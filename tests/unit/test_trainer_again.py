@@ -186,7 +186,7 @@ def keys(leased: Leased) -> list[str]:
 
 
 async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
-    with pytest.raises(ProtocolError, match="which has taken its place: this process is left over and must end"):
+    with pytest.raises(ProtocolError, match="has taken its place: this process is left over and must end"):
         await asked
 
 
@@ -207,7 +207,7 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
             assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
 
             second = running.trainer(1)
-            with pytest.raises(ProtocolError, match="start 1 of the trainer sent it before any Hello"):
+            with pytest.raises(ProtocolError, match="sent before Hello by the trainer started as number 1"):
                 await second.ask(Commit(4))
             assert (await second.hello(2)).version == 4
             assert not any(engine.paused or engine.updating for engine in running.engines)

@@ -239,7 +239,7 @@ def shorter(arrays: list[Any]) -> list[Any]:
     ids=["arrays of different lengths", "truth values other than 0 and 1"],
 )
 def test_what_is_wrong_although_the_digest_is_right_is_refused(frame: int, content: bytes, change: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"one length|bool"):
+    with pytest.raises(ProtocolError, match=r"equal ones|bool"):
         decode(rewritten(make(), change, replaced={frame: content}))
 
 

@@ -109,7 +109,7 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
 
     with served(handler) as running, Client(running.rendezvous, "t") as client:
         client.ask(Commit(0), 20)
-        with pytest.raises(WaitTimeout, match=r"t asked Commit: no reply"):
+        with pytest.raises(WaitTimeout, match=r"t sent Commit: no reply"):
             client.ask(Commit(1), 0.1)
         time.sleep(0.5)
         assert client.ask(Commit(2), 20)[0] == Leased(2, (), 0, {})

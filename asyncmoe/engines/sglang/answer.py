@@ -1,7 +1,7 @@
 """The answer of `/generate`, decoded to arrays.
 
-An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are read without a copy. What it cannot
-pack arrives as SGLang's own JSON (`streaming.py`).
+An engine that this program started packs its answers (`asyncmoe.platform.sglang.packed_answers`); they are read without a copy. An answer
+that it cannot pack arrives as SGLang's own JSON (`streaming.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GenerateAnswer:
         tokens: int32[R].
         logprobs: float32[R], their log-probabilities, NaN for null.
         masks: the ids that each token was sampled from, if requested.
-        mask_logprobs: float32[R], log-probabilities over these ids.
+        mask_logprobs: float32[R], log-probabilities of the tokens, normalised over these ids.
         top: TOP[R K], all tokens' most probable ids in turn, over the whole vocabulary, if requested.
     """
 
@@ -69,11 +69,11 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
     head = msgspec.json.decode(view[BEGIN.size : at], type=AnswerHead)
     tokens, logprobs, counts, ids, mask_logprobs, top, routes = _parts(view, at, head.counts)
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
-        raise ValueError("output_token_logprobs: expected one for each of output_ids")
+        raise ValueError("output_token_logprobs: got none, or not as many as output_ids, expected one for each id")
     masks = None
     if counts is not None or ids is not None:
         if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
-            raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
+            raise ValueError("output_token_sampling_mask: got lists whose lengths do not add up to the number of ids")
         masks = IdLists(counts, ids)
     if routes is not None and (masks is not None or top is not None):
         routes = routes.copy()  # a queued trajectory keeps its routes: a view would keep the rest, which may be larger, in memory too
@@ -101,7 +101,7 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
             continue
         end = at + count * np.dtype(kind).itemsize
         if not at <= end <= len(view):
-            raise ValueError(f"{name}: got {count} elements, expected no more than {len(view) - at} bytes")
+            raise ValueError(f"{name}: got {count} elements, expected no more than the remaining {len(view) - at} bytes hold")
         found.append(np.frombuffer(view[at:end], kind))
         at = end
     if at != len(view):
@@ -122,7 +122,7 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
         raise EngineError(f"{name}: the request was aborted: {given.finish.message}")
     values, size = given.logprobs, len(given.tokens)
     if np.isnan(values).any():
-        raise EngineError(f"{name}: log-probabilities do not match the response's {size} tokens")
+        raise EngineError(f"{name}: got a log-probability that is not a number, expected a number for each of {size} tokens")
     ends = [span.end for span in given.spans]
     if [span.start for span in given.spans] != [0, *ends[:-1]] or ends[-1:] != [size]:
         raise EngineError(f"{name}: version spans {list(given.spans)} do not cover {size} tokens")

@@ -71,7 +71,8 @@ class SGLangClient(WeightEndpoints):
     async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
         """Generate a response in parts and pass them to the listener; if it ends the response, abort the request.
 
-        SGLang's own stop texts need a tokenizer in the engine, and search only as many of the last tokens as the stop text has.
+        The listener finds stop texts: SGLang could do so only with a tokenizer in the engine, and only in as many of the last tokens as the
+        stop text has.
         """
         rid = uuid.uuid4().hex
         sampled = {**body["sampling_params"], "stream_interval": listener.every}

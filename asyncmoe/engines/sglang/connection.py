@@ -90,8 +90,8 @@ class SGLangConnection:
 
         Raises:
             WaitTimeout: the block did not end within `seconds`.
-            EngineLost: the connection failed or broke off, what arrived is not HTTP, or the client was closed: whoever fences an engine
-                closes its client, while others may be about to call it.
+            EngineLost: the connection failed or broke off, what arrived is not HTTP, or the client was closed, as a fenced engine's is,
+                even if a task is about to call it.
             EngineError: the status is not 200.
         """
         if self._session.closed:

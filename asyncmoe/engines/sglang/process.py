@@ -43,15 +43,7 @@ _TCP = "tcp://"
 
 
 class SGLangProcess:
-    """A running server; an `asyncmoe.engines.engine.EngineProcess`.
-
-    Attributes:
-        name: "engine.0"; its name in records and messages.
-        tp, ep: as `engines.tp` and `engines.ep`.
-        host: its machine, as `asyncmoe.rpc.address.host_id`.
-        url: "http://host:port".
-        client: client of its endpoints.
-    """
+    """A running server; an `asyncmoe.engines.engine.EngineProcess`, which documents its attributes."""
 
     def __init__(
         self,
@@ -111,7 +103,7 @@ class SGLangProcess:
 
     @property
     def died(self) -> str | None:
-        """The reason the process ended, or None while it runs."""
+        """See `EngineHandle`."""
         if self._child.returncode is None:
             return None
         output = self._child.output()
@@ -121,17 +113,12 @@ class SGLangProcess:
         return f"{reason} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:
-        """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
-
-        Raises:
-            EngineError: the server died first.
-            WaitTimeout: the start took longer than engines.start_timeout_s.
-        """
+        """See `EngineProcess`."""
         while not await self.client.ready():
             if (why := self.died) is not None:
                 raise EngineError(f"{self.name} did not start: {why}")
             if time.monotonic() > self._ready_by:
-                raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
+                raise WaitTimeout(self.name, f"its start; its log is {self._child.log}", self._start_timeout_s)
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)
@@ -187,9 +174,8 @@ def command(
       experts of some models into one more routed expert.
 
     Args:
-        own: arguments for its model (its dtype, because SGLang would run a float32 model in float16; `EngineClass.arguments`), and
-            arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
-            precedence.
+        own: arguments for its model (`EngineClass.arguments`), such as the dtype (SGLang would run a float32 model in float16), and
+            arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`). The user's arguments follow and take precedence.
         place: as for `SGLangProcess`.
     """
     section, node = config.engines, 0 if place is None else place.node

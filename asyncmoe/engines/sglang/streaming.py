@@ -2,7 +2,7 @@
 only what is new.
 
 One part is an exception: a request aborted while it waits in the queue ends with a part that repeats all log-probabilities
-(`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, which counts all of them in every part, tells the two apart.
+(`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, a count of all of them in every part, reveals that part.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Parts:
         repeats = before > 0 and meta.output_token_logprobs_length == len(meta.output_token_logprobs)
         entries = meta.output_token_logprobs[before:] if repeats else meta.output_token_logprobs
         if before + len(entries) != meta.output_token_logprobs_length or self._last is not None:
-            got = f"{before} and {len(entries)} of {meta.output_token_logprobs_length} tokens"
-            raise EngineError(f"{self._name}: parts of a response do not fit together: {got}")
+            got = f"{before} tokens and {len(entries)} more, expected {meta.output_token_logprobs_length} in all"
+            raise EngineError(f"{self._name}: parts of a response do not fit together: got {got}")
         if not repeats and [entry[1] for entry in entries] != part.output_ids:
             raise EngineError(f"{self._name}: log-probabilities do not match the {len(part.output_ids)} tokens of a part")
         self._entries += entries

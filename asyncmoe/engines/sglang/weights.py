@@ -65,7 +65,7 @@ class WeightEndpoints(SGLangConnection):
             "shapes": bucket.shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
-            # Paused requests keep their keys and values; the salt separates the prefixes of other prompts by version.
+            # Paused requests keep their keys and values. Cached prefixes need no flush, because their salt names the version.
             "flush_cache": False,
         }
         await self._post("/update_weights_from_distributed", body, Acknowledged, timeout_s)

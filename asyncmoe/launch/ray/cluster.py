@@ -40,9 +40,9 @@ def connected() -> Iterator[Any]:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
         if where == "auto":
-            raise UserError("Ray cluster", got="none on this machine", expected="one to run on", hint=_START) from error
+            raise UserError("Ray cluster", got="none on this machine", expected="a running one", hint=_START) from error
         hint = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
-        raise UserError(f"Ray cluster at {where}", got=_in_one_line(error), expected="one to run on", hint=hint) from error
+        raise UserError(f"Ray cluster at {where}", got=_in_one_line(error), expected="a running cluster", hint=hint) from error
     try:
         yield ray
     finally:
@@ -63,7 +63,7 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
     group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy=planning.strategy(wanted))
     try:
         if not wait_until(lambda: group.wait(_POLL_S), min(_ANSWER_S, wait_s)):
-            say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; there is {_there(ray)}")
+            say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; the cluster has {_there(ray)}")
             if not wait_until(lambda: group.wait(_POLL_S), wait_s - _ANSWER_S):
                 hint = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
                 raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), hint=hint)
@@ -109,8 +109,8 @@ def _address() -> str:
     """Return the address of the cluster's head, from RAY_ADDRESS or the file that `ray start` writes; "auto" if there is no such file.
 
     Raises:
-        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://), or the head does not answer: `ray.init` would retry for
-            minutes.
+        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://), or the head does not answer, and `ray.init` would
+            retry for minutes.
     """
     given = os.environ.get("RAY_ADDRESS") or "auto"
     if given == "auto":
@@ -129,7 +129,7 @@ def _address() -> str:
         socket.create_connection(address, _ANSWER_S).close()
     except OSError as error:
         got = f"no answer ({error.strerror or error})"
-        raise UserError(f"Ray's head at {given}", got=got, expected="one that listens", hint=_START) from error
+        raise UserError(f"Ray's head at {given}", got=got, expected="a head that listens", hint=_START) from error
     return f"{address[0]}:{address[1]}"
 
 

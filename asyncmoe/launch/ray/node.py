@@ -82,7 +82,7 @@ class Node:
         self._children[name].signal(signal.Signals(number))
 
     def end(self, grace_s: float) -> None:
-        """End all running processes, the last first, each killed after `grace_s`."""
+        """End all running processes, the newest first; kill each after `grace_s`."""
         for child in reversed(self._children.values()):
             child.signal(signal.SIGTERM)
         for child in reversed(self._children.values()):

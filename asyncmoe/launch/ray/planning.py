@@ -17,11 +17,11 @@ _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "O
 
 @dataclass(frozen=True)
 class Bundle:
-    """The share of one node in one part of a run.
+    """One node's share of one part of a run.
 
     Attributes:
         title: the bundle's purpose in words.
-        resources: what Ray reserves there, in its form.
+        resources: what Ray reserves there: amounts by Ray's names.
         machine: the engines, on the first machine together with the controller; None: trainer ranks.
     """
 

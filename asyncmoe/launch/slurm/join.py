@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
 
     if len(arguments) not in (1, 2) or not all(one.isdecimal() and int(one) for one in arguments[1:]):
         hint = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
-        raise UserError("arguments", got=" ".join(arguments), expected="a run directory, and perhaps a number of engines", hint=hint)
+        raise UserError("arguments", got=" ".join(arguments), expected="a run directory, and optionally engines per node", hint=hint)
     where, given = steps.read_allocation(os.environ, control.hostnames), Path(arguments[0])
     file = (configuration.load(given).run.dir if given.is_file() else given) / "config.yaml"
     if not wait_until(file.is_file, _APPEARS_S):
@@ -59,7 +59,7 @@ def step(where: Allocation, config: Config, file: Path, each: int, program: Sequ
     """
     nodes = config.engines.nodes
     if not config.engines.join:
-        hint = "start it with slurm/train.sbatch, or with engines.join=true"
+        hint = "start the run with slurm/train.sbatch, or with engines.join=true"
         raise ConfigError(f"{file}: engines.join", got="false", expected="true: a run that engines may join", hint=hint)
     if len(where.nodes) % nodes:
         expected, hint = f"a multiple of engines.nodes = {nodes}", f"sbatch --nodes={nodes} slurm/rollout.sbatch ..."
@@ -74,7 +74,7 @@ def engines_each(config: Config) -> int:
 
 
 def _task(file: str, nodes: str) -> None:
-    """Run the engine of this task, under a name unique across jobs: by default from job and node; an engine's nodes share a name."""
+    """Run the engine of this task. Its name is unique across jobs, by default from job and node; an engine's nodes share the name."""
     place, index = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_LOCALID"])
     group, node = divmod(place, int(nodes))
     name = f"engine.job{os.environ['SLURM_JOB_ID']}.group{group}.{index}" if int(nodes) > 1 else None

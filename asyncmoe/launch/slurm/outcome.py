@@ -55,7 +55,7 @@ def _stopped(where: Allocation, config: Config, before: Path | None, newest: Pat
         raise Interrupted(watch.saved("stopped", config))
     if newest == before:
         hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
-        raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")
+        raise AsyncmoeError(f"job {where.name} made no step before its time limit (it has {at}); a requeue would repeat this; {hint}")
     _say(f"job {where.name} is requeued with {at}: its time limit is near")
     control.requeue(where.name)
 

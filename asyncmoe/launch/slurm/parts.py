@@ -86,7 +86,7 @@ def end_all(job: str, parts: Sequence[SlurmPart]) -> None:
             if part.step in known:
                 control.signal_step(known[part.step], "HUP")
     except AsyncmoeError as error:
-        log.warning("steps are ended by their srun alone: %s", error)
+        log.warning("cannot signal the steps, which only their srun now ends: %s", error)
     wait_until(lambda: all(part.returncode is not None for part in running), _POLITE_S)
     for part in running:
         part.end(_FORCED_S)

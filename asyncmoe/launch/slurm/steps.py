@@ -66,7 +66,7 @@ def read_allocation(environ: Mapping[str, str], expand: Callable[[str], tuple[st
         raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
     if "SLURM_HET_SIZE" in environ:
         hint = "nodes of another kind join with slurm/rollout.sbatch"
-        raise UserError("job", got="a heterogeneous one", expected="one component", hint=hint)
+        raise UserError("job", got="a heterogeneous job", expected="a job of one component", hint=hint)
     job = environ["SLURM_JOB_ID"]
     name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in environ else job
     return Allocation(int(job), name, int(environ.get("SLURM_RESTART_COUNT", "0")), expand(environ["SLURM_JOB_NODELIST"]))
@@ -92,7 +92,7 @@ def place(allocation: Allocation, config: Config) -> Placement:
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
     """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node with
-    an address that other machines can reach, the engines' GPUs follow the trainer's."""
+    an address that other machines can reach, the engines' GPUs come after the trainer's."""
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
@@ -136,7 +136,7 @@ def srun(nodes: Sequence[str], tasks: int, program: Sequence[str], name: str, ar
     """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: result of `program()`.
 
     - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
-    - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
+    - `--cpu-bind=none`: by default a task, which starts many processes, would be bound to one core.
     - `--mpi=none`: tasks do not use MPI, so SLURM need not start a PMIx server.
     - `--wait=0`, `--kill-on-bad-exit=0`: engines that join do not affect each other.
     - `--export=ALL`: a step gets the batch script's variables, even if `sbatch --export=NONE` started the script without the user's.

@@ -73,7 +73,7 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 
 
 def _table(where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[SlurmPart]) -> RunParts:
-    """Return the parts, whose processes are steps; each step is added to `started`, so that it is known if a later one fails to start."""
+    """Return the parts, whose processes are steps; each step is added to `started`, to be ended even if a later one fails to start."""
     program = steps.program(os.environ, sys.executable)
 
     def start(node: str, launch: Launch) -> SlurmPart:

@@ -26,8 +26,8 @@ def main() -> None:
 
 
 def stop_as(number: signal.Signals, *asked: signal.Signals) -> None:
-    """Send this process the signal `number` once, when the first of `asked` arrives; a warning may be followed by the batch script's own
-    request. A thread waits for them, because uvloop handles a signal twice if another one's handler raises it.
+    """Send this process the signal `number` once, when the first of `asked` arrives, because the batch script's own request may follow a
+    warning. A thread waits for them, because uvloop handles a signal twice if another one's handler raises it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)
 

@@ -22,7 +22,7 @@ from asyncmoe.config.lora import ATTENTION, MLP, TARGETS, LoraSection
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
 
 OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
-"""By target, the half on the side of the hidden states, which experts share with `shared_outer`."""
+"""By target, the half on the side of the hidden states; under `shared_outer`, experts share these halves."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
 """Dtypes of an adapter, and the dtypes of its arrays."""

@@ -11,7 +11,7 @@ the other is replicated. Replicas are equal on all ranks of the group, but each 
   megatron/core/tensor_parallel/layers.py). All expert-tensor-parallel ranks see the same rows. The gradient of A's output (column) and
   the input of B (row) are sums with one term per rank, and so are the gradients of A and B. Megatron has no attribute for this case.
 - A half shared by the experts of a layer is replicated on every rank of the pipeline stage, and each rank has part of its gradient.
-  Megatron sums the parts as for a norm, over data-parallel and then over tensor-parallel ranks.
+  Megatron sums the parts as for a norm layer's weight, over data-parallel and then over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Half:
         linear: name of its Megatron linear layer, or a made-up name if several share one (`LINEARS`).
         whole: the unsharded shape of one pair's half.
         axis, parts, index: the sharded dimension of `whole`, the number of equal shards, and this rank's shard; None, 1, 0: replicated.
-        experts: the numbers in the layer of the stacked experts; None: not an expert's half.
-        front: prefix of the canonical name within the layer, unless it is an expert's half.
+        experts: numbers of the stacked experts in the layer; None: not an expert's half.
+        front: prefix of the canonical name within the layer, unless the half is an expert's.
         expert_data: the gradient is summed over expert-data-parallel ranks, not all data-parallel ranks (Megatron's `allreduce` = False).
         partial: the group whose ranks hold replicas with one term of the gradient each.
         counted: whether this rank's values count in a norm over the model, in which replicas must count once.
@@ -125,7 +125,7 @@ def check(kind: Kind, m: Shape) -> None:
     """
     if refused := [target for target in kind.targets if target not in m.adapters]:
         expected = f"some of {', '.join(m.adapters)}, which can have adapters in this model"
-        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="take the others out")
+        raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="remove those that cannot")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", hint="leave it out")
 

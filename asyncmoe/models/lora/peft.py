@@ -75,7 +75,7 @@ def check_expressible(m: Shape, kind: Kind) -> None:
     of_experts = set(kind.targets) & set(MLP) if m.experts else set()
     if of_experts not in (set(), {"down_proj"}, set(MLP)):
         # PEFT 0.21.2 refuses gate_proj without up_proj, and without down_proj drops both with only a warning.
-        got, expected = ", ".join(kind.targets), f"all of {', '.join(MLP)}, or down_proj alone: PEFT has no others for experts"
+        got, expected = ", ".join(kind.targets), f"all of {', '.join(MLP)}, or down_proj alone: PEFT supports no other targets on experts"
         raise UserError("adapter's targets", got=got, expected=expected)
 
 
@@ -201,7 +201,7 @@ def shared(m: Shape, adapter: Adapter) -> Adapter:
             if not np.array_equal(found.setdefault(to, value), value):
                 hint = "set lora.experts to per_expert"
                 raise UserError(
-                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", hint=hint
+                    f"adapter's {name}", got="values of its own", expected=f"the values of the layer's other experts ({to})", hint=hint
                 )
     return Adapter(kind, adapter.dtype, found)
 
@@ -262,7 +262,7 @@ def read(path: Path) -> Files:
     known = {short: name for name, short in _STORED.items()}
     if len(dtypes) != 1 or not dtypes <= known.keys():
         got = ", ".join(sorted(dtypes)) or "no tensors"
-        raise DataError(str(path / MODEL), got=got, expected=f"tensors all {' or '.join(known)}")
+        raise DataError(str(path / MODEL), got=got, expected=f"tensors of one dtype: {' or '.join(known)}")
     dtype = known[dtypes.pop()]
     return Files(config, dtype, {name: np.frombuffer(e["data"], DTYPES[dtype]).reshape(e["shape"]) for name, e in stored})
 
@@ -281,7 +281,8 @@ def check_features(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         faults.append(UserError(f"peft_type in {CONFIG}", got=config.get("peft_type"), expected="LORA"))
     if (init := config.get("init_lora_weights", True)) not in (True, False, "gaussian", "orthogonal"):
-        faults.append(UserError(f"init_lora_weights in {CONFIG}", got=init, expected="one that keeps the base weights", hint=_CONVERT))
+        kept = "an initialisation that keeps the base weights"
+        faults.append(UserError(f"init_lora_weights in {CONFIG}", got=init, expected=kept, hint=_CONVERT))
     rank, alpha = config["r"], config["lora_alpha"]
     for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
         for pattern, got in (config.get(key) or {}).items():
@@ -310,7 +311,7 @@ def _unstacked(
     inputs, outputs = (m.hidden, 2 * m.expert_width) if of_gate_up else (m.expert_width, m.hidden)
     expected = (m.experts * rank, inputs) if half == "a" else (outputs, rank * m.experts)
     if value.shape != expected or not m.experts:
-        raise UserError(name, got=value.shape, expected=f"{expected}, of {m.experts} experts")
+        raise UserError(name, got=value.shape, expected=f"shape {expected}, for {m.experts} experts")
     each = value.reshape(m.experts, rank, inputs) if half == "a" else value.reshape(outputs, rank, m.experts).transpose(2, 0, 1)
     for expert, own in enumerate(each):
         parts = _gate_and_up(name, own, half, config["r"]) if of_gate_up else {"down_proj": own}
@@ -326,6 +327,7 @@ def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, 
     if own.shape[1] == rank:
         return {"gate_proj": gate, "up_proj": up}
     if gate[:, rank:].any() or up[:, :rank].any():
-        expected = f"zeros outside of gate_proj's {rank} columns and up_proj's {rank}"
-        raise UserError(name, got="values there", expected=expected, hint=f"train gate_up_proj with rank {2 * rank} and no rank_pattern")
+        expected = f"only zeros outside gate_proj's {rank} columns and up_proj's {rank}"
+        hint = f"train gate_up_proj with rank {2 * rank} and no rank_pattern"
+        raise UserError(name, got="values other than 0", expected=expected, hint=hint)
     return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}

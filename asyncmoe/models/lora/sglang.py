@@ -19,7 +19,7 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
     """Return the layout of one slot of an engine rank's adapter memory: `LoRAMemoryPool.A_buffer[module][layer][slot]` is the storage
     "layers.{layer}.{module}.a", and B_buffer's storage ends in ".b". The engine's --max-lora-rank is the adapter's rank.
 
-    SGLang stores the experts' B multiplied by the adapter's scale, but applies the scale of all other layers as it computes. The writer of
+    SGLang stores the experts' B multiplied by the adapter's scale; in all other layers it applies the scale as it computes. The writer of
     this memory must scale B of all layers, and have the slot's adapter loaded with alpha equal to its rank.
 
     Args:

@@ -10,7 +10,7 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
     without Transformer Engine
         assumptions  a name that the router reads, latent attention's flag
         adam         the distributed optimizer's state with torch's Adam
-    everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
+    everywhere (`asyncmoe.trainer.model.checkpoint` installs writer and reader, `asyncmoe.trainer.model.layers` installs rope)
         writer       writes checkpoints without processes that outlive a rank
         reader       reads checkpoints without running code from them
         rope         rotary angles of packed sequences without device synchronization

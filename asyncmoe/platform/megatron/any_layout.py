@@ -150,7 +150,7 @@ def _match(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict
     for one in saved:
         if _identity(one) == _identity(group):
             return {name: copy.deepcopy(value) for name, value in one.items() if name not in _OF_LAYOUT}
-    raise Missing(f"a group of parameters with {', '.join(f'{name} {value}' for name, value in _identity(group).items())}")
+    raise Missing(f"group of parameters with {', '.join(f'{name} {value}' for name, value in _identity(group).items())}")
 
 
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(set(rows)) <= 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
         if async_op:
-            raise InvariantBroken("all_gather of blocks with different row counts was asked to run asynchronously, which gloo cannot do")
+            raise InvariantBroken("gloo cannot run all_gather asynchronously on blocks with different row counts")
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = [torch.empty_like(padded) for _ in rows]

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences whose rows are divided among context-parallel ranks (`asyncmoe.platform.zigzag`), on CPUs.
 
 A rank gathers the keys and values of all ranks, in float32, and attends with its own queries. On GPUs Transformer Engine does this without
-storing them all.
+storing all keys and values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maps Megatron's "cuda" device to the CPU.
 
 Megatron has `device=torch.cuda.current_device()` in some 175 places, `device="cuda"` in about 20 (gradient scalers, norms, token counts
-of schedules), and `.cuda()` in a few. Only the factory functions called with that literal are wrapped, because a global
+of schedules), and `.cuda()` in a few. Only the factory functions called with "cuda" are wrapped, because a global
 `TorchFunctionMode` would cost a Python call for every operation of the model.
 
 Every name gets its own function object, because torch's compiler keeps rules by identity and refuses one object under two names.

@@ -21,7 +21,7 @@ Added = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """Replaces Megatron's `SequentialMLP` and keeps its parameters, names and checkpoints: gated with SiLU, without biases.
+    """Replaces Megatron's `SequentialMLP` for MLPs gated with SiLU, without biases. Parameters, names and checkpoints stay the same.
 
     Each multiplication, also in the backward pass, stacks the weights of all experts: a temporary copy of one layer's experts at a
     time.

@@ -86,7 +86,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             value = F.pad(value, (0, query.shape[-1] - width))
         if packed_seq_params is None:
             if self._ranks is not None:
-                raise InvariantBroken("context parallelism divides packed sequences only")
+                raise InvariantBroken("context parallelism supports only packed sequences")
             return self._attend(query, key, value)[..., :width].flatten(2)
         bounds, rows = packed_seq_params.bounds, query.shape[0] * (1 if self._ranks is None else self._ranks.size())
         if bounds[0] != 0 or bounds[-1] != rows:

@@ -107,7 +107,7 @@ def weights(file: BinaryIO, what: str) -> Any:
 
 
 def _parsed(what: str, load: Callable[[], Any]) -> Any:
-    """Return the result of `load`, translating any exception: untrusted bytes may make a parser raise anything."""
+    """Return the result of `load`. Untrusted bytes may make a parser raise anything, so its exceptions become `Unreadable`."""
     try:
         return load()
     except (OSError, MemoryError, Unreadable):

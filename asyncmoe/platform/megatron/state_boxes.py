@@ -27,7 +27,7 @@ def as_boxes() -> Iterator[None]:
     """Make the distributed optimizer describe only this rank's part of its state within the block.
 
     Raises:
-        ConfigError: this version of Megatron describes it differently.
+        ConfigError: this version of Megatron describes the state differently.
     """
     owner = module("optimizer.distrib_optimizer").DistributedOptimizer
     original = vars(owner).get(_METHOD)
@@ -63,7 +63,7 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
     Args:
         described: Megatron's description of the whole parameter.
         name: name of the state ("exp_avg").
-        state: [n]; this rank's part of it, for elements `start` to `start + n` of the flat parameter.
+        state: [n]; this rank's part of the state, for elements `start` to `start + n` of the flat parameter.
     """
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
     # Ranks with the same parameter have different parts of its state, so all of them save: each is replica 0.
@@ -99,7 +99,7 @@ def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Ten
         yield (0,) * view.ndim, view
         return
     if view.ndim == 1:
-        raise InvariantBroken("the optimizer's state of a parameter whose elements are saved in another order cannot be saved in boxes")
+        raise InvariantBroken("a parameter is saved in another order than in memory, so its optimizer state does not form boxes")
     for number in range(view.shape[0]):
         for corner, part in _contiguous(view[number]):
             yield (number, *corner), part

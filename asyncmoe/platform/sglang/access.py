@@ -2,7 +2,7 @@
 
 SGLang's own check lets health checks, metrics, OPTIONS and web sockets pass without a key (`decide_request_auth` and
 `_ApiKeyASGIMiddleware`, sglang/srt/utils/auth.py 0.5.23). A health check can generate, and any user of the machine can reach loopback.
-An engine's other nodes would serve only health checks, without a key: here they open no port.
+An engine's nodes after the first would serve only health checks, without a key; here they open no port.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KeyRequired:
 
 
 def install() -> None:
-    """Add the middleware wherever SGLang adds its own, that is, if the server has a key, and disable the servers of other nodes.
+    """Add the middleware wherever SGLang adds its own, that is, if the server has a key, and disable servers on an engine's later nodes.
 
     Call it before the import of SGLang.
     """

@@ -72,7 +72,7 @@ def _owner(module: ModuleType, name: str, *members: str) -> Any:
     """Return a class of a module.
 
     Raises:
-        PatchTargetGone: it lacks one of the members.
+        PatchTargetGone: the class lacks one of the members.
     """
     owner = vars(module).get(name)
     for member in members:

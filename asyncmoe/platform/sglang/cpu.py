@@ -52,8 +52,8 @@ def install() -> None:
     _check_version()
     # sglang.srt.platforms chooses a CPU only on request.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # SGLang compiles functions such as vocab_parallel_embedding.get_masked_input_and_mask: torch's compiler inspects triton and takes
-    # seconds.
+    # SGLang compiles functions such as vocab_parallel_embedding.get_masked_input_and_mask; torch's compiler would inspect triton and
+    # take seconds.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _triton()
     _sgl_kernel()
@@ -108,7 +108,7 @@ def _sgl_kernel() -> None:
 
 
 def _torchvision() -> None:
-    """Load torchvision's operators, or define schemas for torchvision._meta_registrations if loading fails: a wheel's operators need CUDA.
+    """Load torchvision's operators, or define schemas for torchvision._meta_registrations if loading fails, as in wheels for CUDA.
     torchvision.extension loads the same library again, which registers nothing twice."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():

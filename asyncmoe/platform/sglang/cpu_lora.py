@@ -60,8 +60,8 @@ def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any,
 
 
 Adapted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Weight [experts, out, in]; for each slot A [slots, experts or 1, parts * rank, in] and B [slots, experts or 1, out, rank], which
-includes the scale. Parts are stacked layers (gate and up), which share `out` equally."""
+"""Weight [experts, out, in]; for each slot A [slots, experts or 1, parts * rank, in] and B [slots, experts or 1, out, rank]
+times the scale. Parts are stacked layers (gate and up), which share `out` equally."""
 
 
 def adapted_experts(

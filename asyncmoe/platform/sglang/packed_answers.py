@@ -115,7 +115,7 @@ def _mend(module: ModuleType) -> None:
     names = "serve_generate_request", "orjson_response", "Response"
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
-        print(f"answers are sent as JSON: {module.__name__} of another SGLang than 0.5.23 has no {', '.join(missing)}", flush=True)
+        print(f"answers are sent as JSON: SGLang is not 0.5.23, and {module.__name__} has no {', '.join(missing)}", flush=True)
         return
     owner: Any = module
     b64decode = import_module("pybase64").b64decode  # a package that SGLang needs, many times faster than Python's

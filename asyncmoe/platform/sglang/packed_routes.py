@@ -1,8 +1,8 @@
 """Packs the routes of a response in the scheduler.
 
 SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
-`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336, and 448 in base64. The reader accepts
-both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
+`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336 bytes, or 448 in base64. The reader
+accepts both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
 def _mend(module: ModuleType, routing: Routing) -> None:
     found = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "_maybe_collect_routed_experts")]
     if len(found) != 1:
-        _say(f"{module.__name__} of another SGLang than 0.5.23 has no place for it")
+        _say(f"SGLang is not 0.5.23, and {module.__name__} has no place for packed routes")
         return
     owner: Any = found[0]
     collect: Callable[..., None] = owner._maybe_collect_routed_experts

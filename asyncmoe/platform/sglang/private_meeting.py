@@ -31,7 +31,7 @@ def prepare(arguments: Sequence[str]) -> None:
     """Set, in the server's main process, its workers' rendezvous and the interface on which their process groups listen.
 
     Args:
-        arguments: the server's. In a run on one machine it listens on loopback, and so do its workers.
+        arguments: the server's arguments. In a run on one machine the server listens on loopback, and so do its workers.
     """
     if os.environ.get(VARIABLE) and "--dist-init-addr" not in arguments:
         os.environ.setdefault(_ADDRESS, f"file://{tempfile.gettempdir()}/workers")
@@ -52,7 +52,7 @@ def _mend_groups(module: Any) -> None:
 
 
 def _mend_queues(module: Any) -> None:
-    """Make the queue that forwards requests to the other workers (`MessageQueue`, which unpickles messages) use a Unix socket."""
+    """Make the queue that forwards requests between workers (`MessageQueue`, which unpickles messages) use a Unix socket."""
     module.Context = _Context
 
 

@@ -27,7 +27,7 @@ class JoinCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitCommand(msgspec.Struct, frozen=True, tag=True):
-    """Make the tensors staged by update number `update` the worker's parameters; they must be of `version`."""
+    """Have the worker compute with the tensors that update number `update` staged; they must be of `version`."""
 
     version: int
     update: int

@@ -31,7 +31,7 @@ class Examples:
 
     Args:
         environment: id of a taskset.
-        arguments: the other fields of the environment's `EnvConfig`, such as `agent` and `taskset`.
+        arguments: fields of the environment's `EnvConfig`, such as `agent` and `taskset`; `environment` is the taskset's `id`.
         limit: maximum number of examples; needed if the taskset is infinite.
 
     Raises:
@@ -82,7 +82,7 @@ async def _rolled_out(where: str, config: Any, task: Any, base_url: str, api_key
         raise RuntimeError(f"{where}: {'; '.join(f'{one.type}: {one.message}' for one in errors)[:1000]}")
     rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
     if len(rewards) != 1:
-        raise RuntimeError(f"{where}: got {len(rewards)} traces of agents to train, expected one reward")
+        raise RuntimeError(f"{where}: got rewards of {len(rewards)} agents to train, expected the reward of one")
     return float(rewards[0])
 
 
@@ -94,7 +94,7 @@ def _source(columns: Mapping[str, Any]) -> tuple[Any, list[Any]]:
 @functools.cache
 def _loaded(name: str, arguments: str, limit: int | None) -> tuple[Any, list[Any]]:
     if not installed.has("verifiers"):
-        expected = f"it installed in the environment of {sys.executable}"
+        expected = f"the package in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

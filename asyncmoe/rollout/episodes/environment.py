@@ -55,7 +55,7 @@ class Environment(Protocol):
     """One object for the whole run; many episodes run in it concurrently. An optional `async def close(self)` is called at its end."""
 
     async def run(self, episode: Episode) -> Rewards:
-        """Run one episode, from prompt to end. An exception rejects the episode: an agent's for its reason, any other as `ERROR`."""
+        """Run one episode, from prompt to end. An exception rejects the episode: for its own reason if an agent raised it, else `ERROR`."""
         ...
 
 
@@ -118,7 +118,7 @@ class Agent:
 
     Attributes:
         name: its name in the environment.
-        number: its index among the agents of the episode, the same for all paths of a tree; a group compares responses of equal number.
+        number: its index among the agents of the episode, the same for all paths of a tree; a group compares agents of the same number.
         tree: the name of the agent in whose tree it is a path; its own if it was not forked.
         branch: its index among the paths of its tree.
         turns: tokens given and sampled so far, as the engines answered.
@@ -163,7 +163,7 @@ class Agent:
     def forked(self, name: str, branch: int, responses: int) -> Agent:
         """Return a new path that begins with this one's first `responses` responses and the tokens given before them."""
         if not 0 <= responses <= len(self.responses):
-            raise self._failed(ERROR, f"fork: got {responses} responses, expected at most its {len(self.responses)}")
+            raise self._failed(ERROR, f"fork: got {responses} responses, expected at most the agent's {len(self.responses)}")
         made = Agent(self.episode, name, self.number, self.tree, branch)
         made.responses = self.responses[:responses]
         made.turns = [turn for response in made.responses for turn in response.turns]
@@ -188,7 +188,7 @@ class Agent:
         except TypeError as error:
             raise self._failed(ERROR, f"see: got {what!r:.100}, expected text or a sequence of token ids") from error
         if outside := [token for token in given if not 0 <= token < self._tokenizer.vocabulary]:
-            raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
+            raise self._failed("token_out_of_vocabulary", f"see: got token {outside[0]}, expected ids below {self._tokenizer.vocabulary}")
         self._given += given
 
     def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
@@ -332,8 +332,8 @@ class Episode:
 
     @property
     def spoke(self) -> list[Agent]:
-        """The agents that responded, in the order they were first requested; of a tree, the leaves. Read it only after the environment has
-        ended.
+        """The agents that responded, in the order they were first requested; of a forked agent, the leaves of its tree. Read it only after
+        the environment has ended.
 
         Raises:
             TrajectoryRejected: an agent failed, even if the environment caught the failure, or an agent is still responding.

@@ -187,8 +187,8 @@ def _given(result: Rewards, agents: list[Agent]) -> list[float] | None:
     named: Mapping[str, Outcome] = result if isinstance(result, Mapping) and by_name else dict.fromkeys(known, result)
     if set(named) - known or any(agent.name not in named and agent.tree not in named for agent in agents):
         names = [agent.name for agent in agents]
-        detail = f"rewards of {sorted(map(str, named))!s:.200}, expected those of the agents that spoke, {sorted(names)}"
-        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that another path continues has none")
+        detail = f"rewards of {sorted(map(str, named))!s:.200}, expected a reward for each agent that spoke: {sorted(names)}"
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that another path continues gets no reward")
     rewards = []
     for agent in agents:
         reward, agent.metrics = _outcome(named.get(agent.name, named.get(agent.tree)))
@@ -201,7 +201,7 @@ def _outcome(value: Outcome) -> tuple[object, dict[str, float]]:
     if not isinstance(value, Mapping):
         return value, {}
     if unknown := set(value) - _OUTCOME:
-        detail = f"the key {min(map(str, unknown))}, expected reward and metrics (other numbers by name)"
+        detail = f"the key {min(map(str, unknown))}, expected only reward and metrics (other numbers by name)"
         raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
     try:
         return value.get("reward"), metrics_of(value.get("metrics", {}))

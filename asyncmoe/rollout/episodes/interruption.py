@@ -7,8 +7,8 @@
     abort_retry   they end, and restart from their prompts
     drain         they finish first; nothing new starts meanwhile
 
-An abort is SGLang's /abort_request, repeated until every request has been answered, before weights change: SGLang's own pause in
-mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
+An abort is SGLang's /abort_request, repeated until every request has been answered, before weights change. SGLang's own pause in mode
+"abort" is not used: it checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
 
 A long response may be sampled in pieces, by consecutive requests that are recorded one by one. Keys and values of the tokens so far come
 from the engine's prefix cache; after a new version they are recomputed.
@@ -51,7 +51,7 @@ async def respond(
         before: the tokens of all earlier turns.
         request: scheduling information of the first request.
         listener: receives the tokens and may end the response; tokens after that are dropped.
-        answers: answers the requests in place of the pool, or None.
+        answers: answers the requests in place of the pool; None: the pool answers.
         piece: maximum number of tokens of a request; 0: no limit.
 
     Returns:
@@ -97,5 +97,6 @@ async def respond(
                 return made
             pool.recomputed_tokens += len(prefix) + len(front)
         else:
-            raise TrajectoryRejected("engine_error", f"a request was aborted after {tokens} tokens; rollout.interruption is {interruption}")
+            detail = f"an engine aborted a request after {tokens} tokens; rollout.interruption = {interruption} aborts none"
+            raise TrajectoryRejected("engine_error", detail)
         request = replace(request, continues=True, sampled=sampling.max_new_tokens - room)

@@ -52,7 +52,7 @@ class Listening:
     def _piece(self) -> str:
         """Return the text that the last tokens add. A character whose bytes are not complete waits for the next token.
 
-        Some tokenizers decode a token differently after others, so the text is decoded from a few tokens back.
+        Some tokenizers decode a token differently after other tokens, so the text is decoded from a few tokens back.
         """
         before = self._tokenizer.decode(self._tokens[self._begin : self._read])
         text = self._tokenizer.decode(self._tokens[self._begin :])

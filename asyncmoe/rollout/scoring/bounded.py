@@ -16,7 +16,7 @@ mp.prec = 4096
 Number = Any
 """mp.mpf or mp.mpc."""
 _SAME_BITS, _NOTHING_BITS = 2500, 3500
-"""Numbers whose relative difference is below 2^-first are equal, which leaves room for cancellation; a sum below 2^-second is 0."""
+"""Numbers whose relative difference is below 2^-2500 are equal, which leaves room for cancellation; a sum below 2^-3500 is 0."""
 _EXPONENT, _ARGUMENT, _FACTORIAL, _CHOSEN = 1 << 20, 1 << 500, 1 << 16, 1000
 """Bounds on an exponent to base 2; an angle, so that its sine keeps digits after cancellation; a factorial; a binomial coefficient."""
 

@@ -95,7 +95,7 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 
 
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
-    """Return whether the reference is a decimal number that rounds an exact one."""
+    """Return whether the reference is a decimal number to which the exact answer rounds."""
     decimals = [one.text for one in walk(gold) if "." in one.text]
     inexact = any("." in one.text or one.text == NO_BASE for one in walk(given))
     exact = not inexact and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}

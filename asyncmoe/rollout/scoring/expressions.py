@@ -15,7 +15,7 @@ _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
 _GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
 _NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
 NO_BASE = r"\log"
-"""The base of logarithms written without one: an unknown constant."""
+"""The base of logarithms that are written without a base: an unknown constant."""
 SETS = ("∅", r"\R", r"\Z", r"\N")
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
 _PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}

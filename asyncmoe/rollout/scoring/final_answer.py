@@ -1,4 +1,4 @@
-"""Find the final answer of a response: at the last of the marks of the highest rank, as `docs/guides/reward.md` lists them."""
+"""Find the final answer of a response: at the last mark of the highest rank in it (`docs/guides/reward.md` ranks the marks)."""
 
 from __future__ import annotations
 

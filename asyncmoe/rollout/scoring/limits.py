@@ -163,7 +163,7 @@ class LimitedScorer:
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""
         within = f"within scoring.deadline_s = {self._deadline_s:g} s"
-        before = "" if progress.last is None else f"; before: {progress.last}"
+        before = "" if progress.last is None else f"; last failure: {progress.last}"
         if progress.calling:
             return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")
         return TrajectoryRejected(TIMEOUT, f"no free slot of {self.name} {within}; raise scoring.concurrency{before}")

@@ -16,12 +16,12 @@ from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 
 CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf, NO_BASE: mp.e * mp.sqrt(mp.pi)}
 _RANGES = ((0.0, 1.0), (1.0, 4.0), (-1.0, 0.0), (-5.0, -1.0), (0.0, 1.0), (1.0, 4.0))
-"""Ranges of the variables, one for each point; at as many further points the variables are natural numbers."""
+"""Ranges of the variables, one for each point. At as many more points, variables are natural numbers."""
 POINTS = range(2 * len(_RANGES))
 _WORK, MOST = 40_000, 100
 """Bounds on operations, and on the members of a list."""
 _SKIPPED = {"number": 0, "variable": 0, "+": 0, "*": 0}
-"""Operations, beyond the first, that a node counts for; an unlisted node counts for 40 in all."""
+"""Operations, beyond the first, as which a node of this kind counts; a node of any other kind counts as 40 in all."""
 
 
 @dataclass(frozen=True)

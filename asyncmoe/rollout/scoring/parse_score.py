@@ -1,6 +1,6 @@
 """Convert a scorer's answer (`asyncmoe.rollout.scoring.plain_answer`) to the score of a sample.
 
-Each run of sampled tokens is one step. With a separator text, each non-blank piece of the run's text is one step, as in
+Each unbroken stretch of sampled tokens is one step. With a separator text, each non-blank piece of the stretch's text is one step, as in
 `[piece for piece in text.split(separator) if piece.strip()]`.
 """
 
@@ -44,7 +44,7 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
         return score
     at = ends(sample.tokens, sample.sampled, separator, decode)
     if len(steps) != len(at):
-        raise garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
+        raise garbage(f"scores of {len(steps)} steps", f"{len(at)}, one per step of this sample (scoring.step_separator {separator!r})")
     credits = dict(zip(at, map(_finite, steps), strict=True))
     return replace(score, rewards=step_rewards(credits, len(sample.tokens)))
 
@@ -65,10 +65,10 @@ def ends(tokens: Sequence[int], sampled: Sequence[bool], separator: str | None, 
     """Return the index of the last token of each step, ascending.
 
     If a separator ends inside a token, that token ends the step, even if it also holds text of the next step. A blank piece belongs to the
-    following step, or at the end of a run to the preceding step, so the last token of a response always ends a step.
+    following step, or at the end of a stretch to the preceding step, so the last token of a response always ends a step.
 
     Args:
-        separator: None: each run is one step.
+        separator: text that ends a step; None: each stretch is one step.
         decode: converts token ids to text; the text of a part of the tokens must be a part of the whole text.
     """
     found: list[int] = []
@@ -89,7 +89,7 @@ def _finite(value: float) -> float:
 
 
 def _ends(tokens: Sequence[int], separator: str, decode: Decode) -> list[int]:
-    """Return the step ends of one run of sampled tokens, which is not empty."""
+    """Return the step ends of one stretch of sampled tokens, which is not empty."""
     found: list[int] = []
     start, text = 0, ""
     while start < len(tokens):

@@ -19,7 +19,7 @@ from asyncmoe.rollout.scoring.types import GARBAGE
 SHOWN_VALUE = 200
 """Maximum length of a wrong value in an error message, in characters."""
 LARGEST_REWARD = 3.4e38
-"""Rewards of steps are stored as float32."""
+"""Upper bound of rewards, because those of steps are stored as float32."""
 MOST_METRICS = 64
 """Maximum metrics of a response."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

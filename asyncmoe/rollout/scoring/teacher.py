@@ -47,7 +47,7 @@ def read(body: object, sample: Sample) -> Score:
     try:
         entries = msgspec.json.decode(cast(bytes, body), type=_Read).meta_info.input_token_logprobs
     except (ValueError, RecursionError) as error:
-        raise TrajectoryRejected(GARBAGE, f"the teacher's answer: {error}") from error
+        raise TrajectoryRejected(GARBAGE, f"the teacher's answer cannot be read: {error}") from error
     # SGLang reports the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
     shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))
     if len(entries) != len(sample.tokens) or shown != sample.tokens:
@@ -57,6 +57,6 @@ def read(body: object, sample: Sample) -> Score:
         if not sampled:
             continue
         if value is None or not abs(value) <= np.finfo(np.float32).max:
-            raise TrajectoryRejected(NAN, f"the teacher's log-probability of token {i} is {value}")
+            raise TrajectoryRejected(NAN, f"the teacher's log-probability of token {i} is {value}, expected a finite number")
         values[i] = value
     return Score(0.0, teacher=values)

@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
 """Kinds of environments that leave the reward to the scorer."""
 _CHECKED = 2000
-"""Distinct answers of a source that are checked: a check takes milliseconds."""
+"""Number of distinct answers of a source to check, because a check takes milliseconds."""
 _SHOWN_CHARS = 60
 
 
 async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: Scorer | None) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
-    An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
+    An environment of the user's own may give the rewards itself, so with one `scoring.scorer: auto` is not checked.
 
     Raises:
         DataError: an answer does not equal itself.
@@ -46,7 +46,7 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: 
     prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
-        raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
+        raise ConfigError("scoring.scorer", got="exact, but the first prompt has no answer", expected="answers to compare with", hint=hint)
     if not section.try_first:
         return
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)

@@ -23,7 +23,7 @@ PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 
 
 class Later(TrajectoryRejected):
-    """No server was reached, or it asks for a retry (429, 503) after `after_s` seconds, 0 if it gives none; nothing has begun."""
+    """No server was reached, or the server asks for a retry (429, 503) after `after_s` seconds (0: it names no time). Nothing has begun."""
 
     def __init__(self, detail: str, after_s: float = 0.0) -> None:
         self.after_s = after_s

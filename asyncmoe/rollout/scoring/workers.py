@@ -1,4 +1,4 @@
-"""Run a plain function or class in processes of its own: a user's may hang or hold the interpreter, and math_verify needs CPU time."""
+"""Run a plain function or class in processes of its own: a user's code may hang or hold the interpreter; math_verify needs CPU time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Rows of data sets: text files, and what Hugging Face's `datasets` reads, which are files of Arrow, saved data sets, and the hub.
+"""Rows of data sets: text files, and what Hugging Face's `datasets` reads: Parquet and Arrow files, saved data sets, and those on the hub.
 
-`datasets` would guess the types of text files. What it reads is memory-mapped: only the indices of the kept rows are in memory.
+`datasets` does not read text files here, because it would guess their types. What it reads is memory-mapped: only the indices of the kept
+rows are in memory.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def _load(source: WeightedSource, key: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        hint = f"run: {installed.fix('datasets')}; {', '.join(text_files.READERS)} files need nothing"
+        hint = f"run: {installed.fix('datasets')}; {', '.join(text_files.READERS)} files need no package"
         raise ConfigError(
-            f"{key}.kind", got=f"dataset without its package ({error})", expected="`datasets` installed", hint=hint
+            f"{key}.kind", got=f"dataset without its package ({error})", expected="the package `datasets`", hint=hint
         ) from error
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -125,7 +126,8 @@ def _file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
     """Return `datasets`' builder of a file and its argument."""
     builder = BUILDERS.get(path.suffix.lower())
     if builder is None:
-        raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=f"{', '.join(SUFFIXES)}; text also under .gz")
+        expected = f"one of {', '.join(SUFFIXES)}; text files also with .gz"
+        raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=expected)
     if path.stat().st_size == 0:
         raise DataError(f"{key}.path {path}", got="an empty file", expected="rows")
     return builder, {"data_files": str(path)}
@@ -133,7 +135,7 @@ def _file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
 
 def _on_hub(path: Path, key: str) -> Path:
     if not hub.is_id(path) or text_files.kind(path) in SUFFIXES:
-        raise DataError(f"{key}.path {path}", got="no such file or directory", expected="one that exists, or org/name on the hub")
+        raise DataError(f"{key}.path {path}", got="no such file or directory", expected="an existing path, or org/name on the hub")
     hub.check_reachable("dataset", str(path), f"{key}.path")
     return path
 
@@ -142,7 +144,7 @@ def _split(splits: Mapping[str, Any], source: WeightedSource, key: str) -> Any:
     """Return the split of a source; text files, and a data set that was saved without splits, have only `train`."""
     split = source.split or "train"
     if split not in splits:
-        raise DataError(f"{key}.split", got=split, expected=f"one of {', '.join(splits)}, which {source.path} has")
+        raise DataError(f"{key}.split", got=split, expected=f"one of {', '.join(splits)}, the splits of {source.path}")
     return splits[split]
 
 

@@ -54,7 +54,7 @@ class Encoder:
         solution = example.answer if example.solution is None else example.solution
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
-            raise DataError(example.where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
+            raise DataError(example.where, got="neither solution nor answer", expected="text that the warm-up can imitate", hint=hint)
         prompt = self.prompt(example)
         return Demonstration(prompt.tokens, (*self._tokenizer.encode(solution), self._tokenizer.eos), prompt.where)
 

@@ -22,11 +22,11 @@ def identities(source: Finite, name: str) -> list[bytes]:
 
 
 def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: int) -> Sequence[TaskPart]:
-    """Divide the questions of a task's parts between training and evaluation; an endless part draws separate ones for both.
+    """Divide the questions of a task's parts between training and evaluation; an endless part draws separate questions for each.
 
     Args:
         held: total number of questions to hold out; each part gives up as many as the evaluation asks from it, chosen with the seed.
-        asked: identities of the evaluation's other questions, which training leaves out.
+        asked: identities of the evaluation's questions that come from another source; training leaves them out.
 
     Raises:
         DataError: more than half of a part would be held out, or nothing is left to train on.
@@ -56,6 +56,6 @@ def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: 
 def _drawn(name: str, size: int, count: int, seed: str) -> list[int]:
     if 2 * count > size:
         hint = "lower evaluation.prompts, name evaluation.path, or set evaluation.every to 0"
-        expected = f"at most half of the {size} questions of {name}, which are held out from training"
+        expected = f"at most half of the {size} questions of {name}, because training leaves held-out questions out"
         raise DataError("evaluation.prompts", got=f"{count} held-out questions", expected=expected, hint=hint)
     return Random(seed).sample(range(size), count)

@@ -79,7 +79,7 @@ def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
 
 
 def _without_nulls(question: Any) -> Any:
-    """Return messages without keys that are null, which a template would take for given: Arrow gives every message the keys of all others.
+    """Return messages without keys that are null: Arrow gives every message the keys of all messages, and a template would use the nulls.
     `content` remains: it is null where an assistant only calls tools."""
     if not isinstance(question, list):
         return question

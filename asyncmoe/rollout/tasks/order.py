@@ -58,8 +58,8 @@ class ListedTask:
     """A finite source; each epoch visits every example once, in its own order, which the seed and the stream determine. See `Task`.
 
     Args:
-        part: its source is finite.
-        order: distinguishes this source's orders from those of others in a mixture.
+        part: must have a finite source.
+        order: distinguishes this source's orders from those of the other sources in a mixture.
     """
 
     def __init__(self, part: TaskPart, encoder: Encoder, seed: int, order: str = "") -> None:

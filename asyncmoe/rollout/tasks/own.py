@@ -28,7 +28,8 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
     made = plugins.make(found, target, options, f"{key}.kind", f"a class that can be made with {key}.options")
     endless, finite = callable(getattr(made, "draw", None)), hasattr(made, "__len__") and hasattr(made, "__getitem__")
     if endless == finite:
-        raise ConfigError(f"{key}.kind", got=f"{target}, which has {'both' if finite else 'neither'}", expected=_WANTED)
+        has = "both draw and __getitem__" if finite else "neither draw nor __getitem__ with __len__"
+        raise ConfigError(f"{key}.kind", got=f"{target}, which has {has}", expected=_WANTED)
     name = f"{key}.kind {target}"
     try:
         with plugins.guarded(plugins.CALL_S):
@@ -55,4 +56,4 @@ def _endless(source: Endless, name: str) -> Endless:
 
 
 def _differs(what: str, hint: str) -> DataError:
-    return DataError(what, got="another example when asked again", expected="the same, so that a run can resume", hint=hint)
+    return DataError(what, got="another example when asked again", expected="the same example, so that a run can resume", hint=hint)

@@ -53,7 +53,7 @@ def _one_of(row: Row, column: str, values: list[Any], name: str, key: str) -> bo
         found = reached(row, column)
     except KeyError as error:
         hint = f"columns: {', '.join(row)}"[:300]
-        raise DataError(f"{name}, {column}", got="nothing", expected=f"the column of {key}.where", hint=hint) from error
+        raise DataError(f"{name}, {column}", got="nothing", expected=f"the column that {key}.where names", hint=hint) from error
     # Python's 1 == True would mix numbers and booleans.
     return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
 

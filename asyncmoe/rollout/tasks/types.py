@@ -68,7 +68,7 @@ class Prompt:
     """One question. The engine receives `tokens`.
 
     Attributes:
-        text: the question as text: the last message of a conversation; without the chat template.
+        text: the question as text, without the chat template; of a conversation, its last message.
         tokens: the whole prompt, chat template included.
         answer: the reference answer.
         columns: the example's other columns.

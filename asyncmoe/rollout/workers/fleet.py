@@ -149,7 +149,7 @@ class WorkerFleet:
             for number in numbers:
                 if time.monotonic() - seen[number] > limit:
                     why = self._workers[number].gone if number in self._workers else "none has joined"
-                    raise AsyncmoeError(f"rollout worker {number} is missing: {why} (engines.start_timeout_s)")
+                    raise AsyncmoeError(f"rollout worker {number} is missing for {limit:g} s (engines.start_timeout_s): {why}")
             await asyncio.sleep(_LOOK_S)
         raise self._refused
 

@@ -42,7 +42,7 @@ class WorkerGates:
         return await self.late() + sum(member.elsewhere for member in self._pool.present)
 
     def open_gates(self) -> None:
-        """Let the workers send requests again, with the versions that the engines serve now."""
+        """See `Gates`."""
         self._open = True
         self.tell(always=True)
 

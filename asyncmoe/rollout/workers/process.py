@@ -33,7 +33,7 @@ from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
 _JOIN_S, _GRACE_S, _LOOK_S = 630.0, 5.0, 0.5
-"""The controller answers a join once the worker has tried the scorer and read the records of groups in progress."""
+"""`_JOIN_S` is long: the controller answers a join only once the worker has tried the scorer and read the records of groups in progress."""
 
 
 def process_name(number: int) -> str:
@@ -115,7 +115,7 @@ async def watch(config: Config, worker: WorkerService) -> None:
         worker.pool.look()
         silent = time.monotonic() - max(began, worker.heard)
         if silent > limit or os.getppid() != parent:
-            raise WaitTimeout("the controller", "it asks for nothing any more", silent)
+            raise WaitTimeout("the controller", "it no longer asks for news", silent)
         await asyncio.sleep(_LOOK_S)
 
 

@@ -69,7 +69,7 @@ class RemoteWorker:
         """As `ask`, but a worker that does not answer is lost.
 
         Raises:
-            TrajectoryRejected: as the worker, or `LOST`.
+            TrajectoryRejected: the worker's rejection; or `LOST`.
             AsyncmoeError: the run cannot go on.
         """
         try:

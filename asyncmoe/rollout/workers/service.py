@@ -102,14 +102,14 @@ class WorkerService:
         if isinstance(request, WorkerBegin):
             return await self._begin(request)
         if self._worker is None:
-            raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
+            raise ProtocolError(f"{type(request).__name__}: sent before any WorkerBegin, expected WorkerBegin first")
         return await self._do(self._worker, request)
 
     async def _do(self, worker: Worker, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         match request:
             case WorkerFetch():
                 if len(request.keys) != len(request.places):
-                    raise ProtocolError(f"WorkerFetch: got {len(request.keys)} keys and {len(request.places)} places")
+                    raise ProtocolError(f"WorkerFetch: got {len(request.keys)} keys, {len(request.places)} places, expected equally many")
                 return Fetched(), await worker.fetch(request.keys, request.places, request.layers, request.masks)
             case WorkerEngines():
                 await self._engines.use(request)
@@ -130,7 +130,7 @@ class WorkerService:
             case WorkerEnd():
                 self.over.set()
             case _:
-                raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+                raise ProtocolError(f"{type(request).__name__}: sent to a rollout worker, expected at the controller")
         return Done()
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class WorkerService:
 
     async def _begin(self, request: WorkerBegin) -> WorkerBegun:
         if self._kept is not None:
-            raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
+            raise ProtocolError("WorkerBegin: sent twice, expected once; a worker serves one controller")
         config, loaded = self._config, self._loaded
         if isinstance(loaded, UserError):
             raise loaded

@@ -93,7 +93,7 @@ class Worker:
         return tuple(map(summed_up, await self._evaluated[name](prompt, place)))
 
     async def show(self, first: int, count: int) -> list[Group]:
-        """Make demonstrations, and return a group of one for each trajectory, once its payload is in the log.
+        """Make demonstrations, and return a group for each trajectory, once the groups' payloads are in the log.
 
         Raises:
             DataError: see `asyncmoe.rollout.demonstrations.Demonstrations`.
@@ -121,7 +121,7 @@ class Worker:
         """
         ended = self._ended.get(episodes[0].group, {})
         if missing := [place.key() for place in episodes if place not in ended]:
-            raise ProtocolError(f"pack: got {missing[0]}, expected episodes that have ended here")
+            raise ProtocolError(f"pack: got {missing[0]}, expected only episodes that have ended here")
         group = await self.hold([one for place in episodes for one in ended[place]], newest)
         self._forget_episodes(group.number)
         return group

@@ -30,10 +30,10 @@ def check(section: TelemetrySection) -> None:
     for name in configured(section):
         if find_spec(name) is None:
             hint = f"run: {installed.fix(name)}"
-            faults.add(ConfigError(f"telemetry.{name}", got=f"no package {name} in this environment", expected="it installed", hint=hint))
+            faults.add(ConfigError(f"telemetry.{name}", got=f"no package {name}", expected="the package in this environment", hint=hint))
     if section.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_key():
-        hint = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
-        faults.add(ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="one where W&B looks for it", hint=hint))
+        hint = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        faults.add(ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="a key where W&B looks for it", hint=hint))
     if section.mlflow is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
         hint = "set the variable to http://HOST:PORT"
         faults.add(ConfigError("telemetry.mlflow", got="no MLFLOW_TRACKING_URI", expected="the tracking server's address", hint=hint))

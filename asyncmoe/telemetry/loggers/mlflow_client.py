@@ -48,7 +48,7 @@ class Mlflow:
             for i in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
         base = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
-        shown = base.startswith("http") and "@" not in base  # with an @ it contains a password
+        shown = base.startswith("http") and "@" not in base  # an address with an @ contains a password
         return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if shown else ""
 
     def log(self, point: LoggedPoint) -> None:

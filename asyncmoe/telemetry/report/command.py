@@ -21,7 +21,7 @@ def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Pa
     their owner, so a page with samples is, too.
 
     Args:
-        out: the file; None: report.html of the run, or comparison.html of the first of several.
+        out: the file; None: report.html in the run's directory, or comparison.html in that of the first of several runs.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged.

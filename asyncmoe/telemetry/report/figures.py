@@ -75,7 +75,7 @@ class Curve:
 
 
 Recorded = Mapping[str, tuple[Metric, Mapping[str, Mapping[float, float]]]]
-"""Metrics by name: y by x, by key of the mapping; shares are in per cent."""
+"""Metrics by name: the declaration, and y by x for each key of a mapping (a plain number has one key); shares are in per cent."""
 
 
 def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:

@@ -1,6 +1,6 @@
 """Put data, plot library, scripts and styles into one HTML file.
 
-The library and the data are gzip in base64, which a browser decompresses: this halves the file, and keeps text of a run from ending a
+The library and the data are gzip in base64, which a browser decompresses: this halves the file, and text of a run cannot end a
 script. The page's security policy allows only its own scripts, and no connections.
 """
 

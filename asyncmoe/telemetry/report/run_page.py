@@ -63,7 +63,7 @@ class Page:
 
     Attributes:
         differences: for a page of two runs, the second's value minus the first's, by name of the row.
-        rules: the rule behind each letter of a token that is not trained on.
+        rules: by letter of `Trained.states`, the rule that rejected the token.
     """
 
     runs: Sequence[RunPage]
@@ -111,7 +111,7 @@ def _ended(run_dir: Path) -> bool:
 
 
 def names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its directory's, or the whole path if names coincide."""
+    """Return a name for each run: that of its directory, or the whole path if names coincide."""
     short = len({path.name for path in run_dirs}) == len(run_dirs)
     return [visible(path.name if short else str(path)) for path in run_dirs]
 

@@ -2,6 +2,6 @@
 
 `choice` decides which groups are kept, identically in all processes. The controller writes samples/rollout.jsonl (what was asked, sampled
 and scored, and the outcome of the group), trainer rank 0 writes samples/trainer.jsonl (the trainer's values for each token). `index` finds
-and joins them, `tokens` aligns the two sides by token, also as the JSON that programs and the page of a run read, and `terminal` shows
-them.
+these records and joins them, `tokens` aligns the controller's and the trainer's values by token, also as the JSON that programs and the
+page of a run read, and `terminal` shows them.
 """

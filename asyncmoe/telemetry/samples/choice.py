@@ -13,7 +13,7 @@ from asyncmoe.config import Config
 
 @dataclass(frozen=True)
 class Choice:
-    """Keeps `groups` of each `of` consecutive group numbers.
+    """Keeps `groups` out of every `of` consecutive group numbers.
 
     A group keeps its number over attempts, leases and resumed runs, so it is either always kept or never.
 
@@ -43,7 +43,7 @@ def _places(seed: int, block: int, count: int, of: int) -> frozenset[int]:
 
 
 def kept(size: int, most: int) -> tuple[int, int]:
-    """Return how many of `size` tokens are kept, at most `most`: the number at the beginning, and at the end."""
+    """Return how many tokens are kept at the beginning and at the end of `size` tokens, at most `most` in all."""
     if size <= most:
         return size, 0
     return most - most // 2, most // 2

@@ -56,7 +56,8 @@ def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     """
     chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:
-        raise DataError("samples of the run", got="no group that meets the conditions", expected=summary(found))
+        expected = f"conditions that some of the kept groups meet ({summary(found)})"
+        raise DataError("samples of the run", got="no group that meets the conditions", expected=expected)
     if wanted.order == "newest":
         if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
             chosen = [entry for entry in chosen if entry.step == max(steps)]
@@ -79,14 +80,14 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
     """Print samples of a run to standard output.
 
     Args:
-        tokens: maximum tokens shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
+        tokens: maximum tokens shown of each prompt and of each response. 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
 
     Raises:
         DataError: the run has no samples, or none that meet the conditions.
         UserError: standard output is closed.
     """
     if sys.__stdout__ is None:
-        raise UserError("standard output", got="closed", expected="a file, pipe or terminal that can be written to")
+        raise UserError("standard output", got="closed", expected="a writable file, pipe or terminal")
     found = index(run_dir)
     chosen = select(found, wanted)
     try:

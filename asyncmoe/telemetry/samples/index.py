@@ -34,7 +34,7 @@ class Entry:
     """A kept group, without its tokens.
 
     Attributes:
-        line: its record.
+        line: its undecoded record.
         trained: the trainer's records by the key of the trajectory; {} if there are none.
         step: the step that trained it; None if none did.
         reward: mean reward of the scored members; None if none was scored.

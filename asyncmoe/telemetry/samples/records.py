@@ -3,8 +3,8 @@
 samples/rollout.jsonl  Begin once per start of the controller, SampledGroup, Stale; written by the controller
 samples/trainer.jsonl  Begin once per start of the trainer, Trained; written by trainer rank 0
 
-A trajectory's halves have the same key and digest: a key identifies a trajectory within one start of a run, the digest of the engine's
-report distinguishes starts. Log-probabilities are natural, rounded to 5 decimals.
+A trajectory's records in the two files have the same key and digest: the key identifies the trajectory within one start of a run, the
+digest of the engine's report distinguishes starts. Log-probabilities are natural, rounded to 5 decimals.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
 
 
 class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
-    """The trainer's values for a trajectory's sampled tokens, in order; if there are many, only the first and last ones, as many as `kept`
-    returns.
+    """The trainer's values for a trajectory's sampled tokens, in order; if there are many, only the first and last ones, as many as
+    `choice.kept` returns.
 
     Attributes:
         step: as in `telemetry.schema.Step`.

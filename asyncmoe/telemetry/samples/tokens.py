@@ -27,7 +27,7 @@ class TokenView:
     Attributes:
         place: its index in the trajectory.
         version: weight version that sampled it.
-        engine, trainer: its log-probability.
+        engine, trainer: its log-probability there.
         advantage, weight: its advantage, and its importance weight in the correction.
         state: see `records.Trained.states`; "" if the trainer's half is missing.
         mismatch: number of layers in which the trainer's router would have chosen other experts.
@@ -87,7 +87,7 @@ def _parts(stretch: Stretch) -> list[tuple[int, str] | int]:
 
 
 def split(tokens: Sequence[TokenView | Gap]) -> tuple[list[TokenView | Gap], list[TokenView | Gap]]:
-    """Return the tokens before the first response, and the others."""
+    """Return the tokens before the first response, and the tokens from there on."""
     first = next((i for i, one in enumerate(tokens) if one.role != "prompt"), len(tokens))
     return list(tokens[:first]), list(tokens[first:])
 

@@ -52,7 +52,7 @@ class MicroBatch:
         whole: number of rows of all context-parallel ranks together.
         top_ids: int64[K, T] or None; the ids that were most probable where the target was sampled, if recorded.
         top_logprobs: float32[K, T] or None; their log-probabilities, like `behaviour`; -inf where there is no id.
-        held: int64[T]; which of all those rows this rank holds; None: all of them.
+        held: int64[T]; the numbers of this rank's rows among the `whole` rows; None: it holds all of them.
     """
 
     tokens: torch.Tensor
@@ -192,7 +192,7 @@ class _Flat:
         return torch.from_numpy(out)
 
     def here(self, values: Sequence[np.ndarray | float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
-        """Row t gets the value of token t, or that of its trajectory; others get `nothing`."""
+        """Row t gets the value of token t, or the single value of its trajectory; rows of padding get `nothing`."""
         out = np.full(self.rows, nothing, dtype)
         for (start, stop), value in zip(self.spans, values, strict=True):
             out[start:stop] = value

@@ -26,7 +26,7 @@ from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
 
 _PATIENCE_S = 2.0
-"""Longest wait of a single lease request; it is then repeated."""
+"""Longest wait of a single lease request, in seconds; the request is then repeated."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Update:
     """The part of a batch that one optimizer step trains on."""
 
     members: tuple[int, ...]
-    """Positions in the batch."""
+    """Positions of its trajectories in the batch."""
     schedule: Schedule
     """The schedule over these positions."""
     weights: Mapping[int, float]

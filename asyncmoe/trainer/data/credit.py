@@ -35,8 +35,8 @@ def outcome_advantages(
 
     Trees, not paths, are compared with each other, so that an episode counts once however often it forked: a tree's reward is the mean over
     its paths. A path is compared with the other paths of its tree by r - mean, divided by (sample deviation + 1e-6) for the estimators that
-    normalise; this is exactly 0 if the rewards of the paths are equal, as they are unless an agent scores them one by one. (The sum of an
-    advantage between trees and one within them: Tree-GRPO, arXiv 2509.21240.)
+    normalise; this is exactly 0 if the rewards of the paths are equal, as they are unless an agent scores them one by one. (Tree-GRPO,
+    arXiv 2509.21240, also adds an advantage between trees and one within them.)
 
     Raises:
         ConfigError: the user's own function fails, or gdpo finds none of the metrics it is to weigh.
@@ -74,11 +74,11 @@ def _tree_advantages(
 
 
 def _weighed(named: Mapping[str, np.ndarray], section: ObjectiveSection) -> list[tuple[float, np.ndarray]]:
-    """Return weight and values of each metric that gdpo sums. Raises ConfigError if no response has any of those that are named."""
+    """Return weight and values of each metric that gdpo sums. Raises ConfigError if no response has any of the named metrics."""
     weights = (section.advantage_options or {}).get("weights")
     if weights and not weights.keys() & named.keys():
         expected = f"one of the metrics that responses have: {', '.join([*named][:8]) or 'none'}"
-        raise ConfigError("objective.advantage_options", got=f"weights of {', '.join(weights)}", expected=expected)
+        raise ConfigError("objective.advantage_options", got=f"weights for {', '.join(weights)}", expected=expected)
     return [((weights or {}).get(name, 1.0), values) for name, values in named.items() if not weights or name in weights]
 
 
@@ -110,7 +110,7 @@ def token_advantages(
         items: metadata of the whole batch.
         trajectories: the wanted trajectories, by position in the batch.
         outcome: float32[n]: the result of `outcome_advantages`; None: compute it, without plug-ins.
-        others: their `relatives`.
+        others: the `relatives` of these trajectories, by position in the batch.
 
     Raises:
         InvariantBroken: a trajectory lacks the step rewards or teacher log-probabilities that a weight above 0 needs; such trajectories

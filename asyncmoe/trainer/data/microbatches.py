@@ -12,7 +12,7 @@ from asyncmoe.trainer.data.batch import MicroBatch, Place
 class MicroBatches:
     """One data-parallel rank's micro-batches in schedule order.
 
-    Each iteration packs them anew: a thread packs the next one while the current one is computed, so only two are in memory.
+    Each iteration packs them anew. A thread packs the next one while the current one is computed, so only two are in memory.
 
     Args:
         make: packs the micro-batch with a given number; called in a thread, one call at a time in each iteration.

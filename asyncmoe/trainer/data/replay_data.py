@@ -19,8 +19,8 @@ class Experts:
     Attributes:
         layers: numbers of the covered layers of the model, ascending.
         ids: [layers, T, K], uint8 (up to 256 experts) or int16 (torch has no arithmetic for uint16); distinct within a row.
-        known: bool[T]; False for rows without recorded experts: padding, and a trajectory's last token, which no model has processed.
-            Nothing depends on the output of such a row; its ids spread the load.
+        known: bool[T]; False for rows without recorded experts: padding, and a trajectory's last token, which was never an engine's input.
+            Nothing depends on the output of such a row; its ids are filler that spreads the load.
     """
 
     layers: tuple[int, ...]
@@ -74,7 +74,7 @@ def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
         routing: its `layers` are the wanted layers.
 
     Raises:
-        InvariantBroken: a trajectory lacks such routes; such trajectories are rejected on intake.
+        InvariantBroken: a trajectory lacks routes of a wanted layer; such trajectories are rejected on intake.
     """
     ids = np.empty((len(routing.layers), rows, routing.top_k), np.uint8 if routing.experts <= 1 << 8 else np.int16)
     known = np.zeros(rows, np.bool_)

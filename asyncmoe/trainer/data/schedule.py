@@ -1,7 +1,7 @@
 """Assignment of trajectories to the micro-batches of ranks.
 
-A pure function of plain data, so every rank computes the whole schedule and all ranks agree without communication. It takes
-O(n log n) for n trajectories.
+The schedule is a pure function of plain data: every rank computes all of it, and all ranks agree without communication. This takes
+O(n log n) time for n trajectories.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Schedule:
         all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
         the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
         a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
-        the costs of any two ranks differ by at most that of the costliest micro-batch;
+        the costs of any two ranks differ by at most the cost of the costliest micro-batch;
         the schedule depends only on the arguments.
     """
 
@@ -73,8 +73,8 @@ def cost(length: int, width: int) -> int:
     """Return the cost of computing a trajectory of s tokens: s^2 + s w, where s^2 is attention's share.
 
     Args:
-        width: w, the tokens at which attention costs as much as everything else (`asyncmoe.models.cost.attention_width`); 0: only
-            tokens count.
+        width: w, the length at which attention costs as much as everything else (`asyncmoe.models.cost.attention_width`); 0: ignore
+            attention and return s.
     """
     return length * (length + width) if width else length
 
@@ -89,7 +89,7 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
         lengths: token count of each trajectory, > 0.
         dp: data-parallel ranks.
         tokens_per_microbatch: row limit of a packed micro-batch; a longer trajectory gets a micro-batch of its own.
-        pack: put several trajectories into a micro-batch; if false, one each.
+        pack: put several trajectories into a micro-batch; if False, each gets its own.
         grid: the trainer's constraints.
         width: as for `cost`.
     """
@@ -106,10 +106,10 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
 
 
 def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: int) -> list[Indices]:
-    """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories.
+    """Return micro-batches of at most `bound` rows; their number is a multiple of `multiple` if there are enough trajectories.
 
-    They are balanced by cost if that respects the bound, else by token count if that does; else they are the bins of best fit, of which the
-    largest are split.
+    They are balanced by cost if that respects the bound, else by token count if that does; else they are packed by best fit, and the
+    costliest are split.
     """
     tight = best_fit_decreasing(lengths, bound)
     count = len(tight) + -len(tight) % multiple
@@ -175,6 +175,6 @@ def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
     """
     order = list(dict.fromkeys(groups))
     if not 0 < updates <= len(order):
-        raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
+        raise InvariantBroken(f"split_updates: got {updates} updates, expected 1 to {len(order)}, the number of groups")
     parts = [set(some) for some in np.array_split(np.array(order), updates)]
     return [[i for i, group in enumerate(groups) if group in part] for part in parts]

@@ -1,7 +1,7 @@
 """One rank of a tensor- and context-parallel group fetches trajectories and broadcasts them to the others.
 
-All ranks of the group train on the same trajectories with the same layers, so they are sent once per group. On GPUs Megatron's group
-broadcasts only tensors in device memory, so bytes pass through it in parts.
+All ranks of the group train on the same trajectories with the same layers, so each trajectory is sent once per group. On GPUs Megatron's
+group broadcasts only tensors in device memory, so the bytes are copied there part by part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imports Megatron
 PART_BYTES = 64 << 20
 """Device memory used by a broadcast."""
 ALIGNED = 16
-"""Alignment of each buffer, because arrays are made from buffers in place."""
+"""Alignment of each buffer in bytes, because arrays are made from buffers in place."""
 
 
 def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> tuple[np.ndarray, Sequence[memoryview]]:

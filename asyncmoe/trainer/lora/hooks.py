@@ -29,7 +29,7 @@ _NORMED = {"TELayerNormColumnParallelLinear"}
 
 
 def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> None:
-    """Add pairs to the linear layers, by name, of a Megatron transformer layer.
+    """Add pairs, by the names of their linear layers, to a Megatron transformer layer.
 
     Raises:
         ConfigError: a layer's class is unknown.
@@ -79,7 +79,7 @@ def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapter
             "lora.targets",
             got=f"experts that are {an(type(experts).__name__)}",
             expected="SequentialMLP or TEGroupedMLP",
-            hint="take gate_proj, up_proj and down_proj out",
+            hint="remove gate_proj, up_proj and down_proj from lora.targets",
         )
 
 

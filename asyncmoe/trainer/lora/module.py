@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 
 class Adapters(torch.nn.Module):
-    """The pairs of a model chunk, by layer, numbered from 0 in the chunk, and by linear layer.
+    """The pairs of a model chunk, by layer number (from 0 in the chunk) and linear layer.
 
     Attributes:
         on: whether the pairs are added to their layers' outputs.
@@ -54,8 +54,8 @@ def _sharded(layer: int, half: Half, parameter: torch.nn.Parameter) -> Any:
         first = 1
     if half.axis is not None:
         offsets.append((first + half.axis, half.index, half.parts))
-    # One of several copies is written: by the first data- and context-parallel rank, and if tensor-parallel ranks
-    # hold copies, by the first of them.
+    # Of several copies only one is written, by the first data- and context-parallel rank and, if tensor-parallel ranks
+    # hold copies, the first of these.
     if half.experts is None:
         tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank(with_context_parallel=True)
     else:

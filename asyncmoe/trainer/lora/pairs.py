@@ -103,8 +103,7 @@ class Pairs(torch.nn.Module):
 
 
 class DensePairs(Pairs):
-    """The pairs of a layer that is divided over tensor-parallel ranks, or whole on each; if there are several, they use sequence
-    parallelism."""
+    """The pairs of a layer that is divided over tensor-parallel ranks, or whole on each. With several ranks, sequence parallelism is on."""
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Add the pairs' output for `x` to `output`, the layer's own input and output on this rank."""

@@ -40,8 +40,8 @@ class Balance:
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
-        """Count the experts of a training micro-batch during its forward pass. Does not count experts of padding, nor filler experts of
-        tokens without recorded ones (`Experts.known`), nor again in the backward pass's recomputation."""
+        """Count the experts of a training micro-batch during its forward pass. Experts of padding and filler experts of tokens without
+        recorded experts (`Experts.known`) do not count; recomputation in the backward pass does not count again."""
         real = batch.segments >= 0 if batch.experts is None else batch.experts.known
         self._real = real.chunk(self._parts)[self._part]
         yield

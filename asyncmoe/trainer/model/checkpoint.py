@@ -55,7 +55,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     """Restore the model and, if given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        ConfigError: another model family made the checkpoint, or another kind of training.
+        ConfigError: the checkpoint is of a different model family, or of a different kind of training.
         DataError: it lacks a part of the optimizer's state, its trained parameters differ from the configuration's, or a file cannot be
             read or holds anything but tensors and plain values.
     """
@@ -77,14 +77,14 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
 
 def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
-    """Return the checkpoint's values of `state`, and the optimizer state it has.
+    """Return the checkpoint's values of `state`, and which parts of the optimizer state the checkpoint has.
 
     Raises:
         DataError: `reader` refuses a file, or the optimizer's state is incomplete.
     """
     common, asked = None, None
     try:
-        # Check the metadata before Megatron reads them: from that read, torch 2.13 keeps only an error's text
+        # Check the metadata before Megatron reads them: of an error in Megatron's read, torch 2.13 keeps only the text
         # (checkpoint/state_dict_loader.py).
         saved = reader.metadata(checkpoint / reader.METADATA_FILE)
         if optimizer is not None:
@@ -100,7 +100,7 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
         raise DataError(str(checkpoint), got=f"no {missing}", expected=expected, hint="choose another run.dir") from missing
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
-    except CheckpointException as error:  # raised on all ranks for one rank's error between collectives
+    except CheckpointException as error:  # raised on all ranks if one rank failed between collectives
         refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, reader.Unreadable)), None)
         if refused is None:
             raise
@@ -108,7 +108,7 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
 
 
 def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
-    hint = "it is damaged, or somebody else has written it: remove it to go on from the one before"
+    hint = "it is damaged, or another program has written it; remove it to resume from the previous checkpoint"
     return DataError(str(checkpoint), got=str(found), expected="a checkpoint that asyncmoe has written", hint=hint)
 
 
@@ -131,7 +131,7 @@ def trained(chunk: Any) -> Any:
 
 
 def _chunk_names(model: Model) -> list[str]:
-    """Return each chunk's key in the state. Tensors under it are saved under whole-model layer names, whatever the split."""
+    """Return each chunk's key in the state. Saved names of tensors number the whole model's layers, however the model is split."""
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 

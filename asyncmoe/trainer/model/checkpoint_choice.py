@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def choose(run_dir: Path, mesh: Mesh) -> Path | None:
     """Return the newest intact checkpoint; None if the run has no checkpoint. Collective over all ranks.
 
-    A damaged checkpoint is set aside in favour of the previous one. Nothing is renamed until an intact one is found: damage never makes a
-    run start over.
+    A damaged checkpoint is set aside in favour of the previous one. Nothing is renamed until an intact one is found, so damage never
+    makes a run start over.
 
     Raises:
         DataError: the run has checkpoints, and every one is damaged.

@@ -1,8 +1,8 @@
 """Saves checkpoints while training goes on, or while it stands still, depending on `trainer.async_save`.
 
     training thread                                  thread of the rank
-    wait for the save before; plan, copy             write the file, sync and digest it
-    before each step, ask whether all have written;
+    wait for the previous save; plan, copy           write the file, sync and digest it
+    before each step, ask if all ranks have written;
     then rank 0 writes the manifest, renames, and
     deletes older checkpoints
 
@@ -156,7 +156,7 @@ class Saver:
             return self._planner.plan(state, checkpoints.temporary(config.run.dir, step), copy=config.trainer.async_save)
 
     def _look(self, thread: _SaveThread) -> list[int]:
-        """Once all threads have ended, publish all ranks' files as the checkpoint, or remove them. Return each rank's written bytes."""
+        """Once all ranks' threads have ended, publish their files as the checkpoint, or remove them. Return each rank's written bytes."""
         reports = collectives.everyones(thread.report())
         if all(one.ended for one in reports):
             self._under_way = None

@@ -12,10 +12,10 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def in_order(trainer: TrainerSection, environ: MutableMapping[str, str]) -> None:
-    """Make kernels start in issue order if tensor parallelism overlaps collectives with matrix products: Megatron issues the collective
-    first and relies on the order (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's tensor_parallel/layers.py).
-    From Blackwell on, Megatron does not need the setting (megatron/training/arguments.py); its cost there was not measured. CUDA reads the
-    variable once: call this before CUDA is initialised.
+    """Set `VARIABLE` to 1, which makes kernels start in issue order, if tensor parallelism overlaps collectives with matrix products:
+    Megatron issues the collective first and relies on the order (`LinearWithGradAccumulationAndAsyncCommunication` of megatron-core's
+    tensor_parallel/layers.py). From Blackwell on, Megatron does not need the setting (megatron/training/arguments.py); its cost there was
+    not measured. CUDA reads the variable once: call this before CUDA is initialised.
 
     A value set by the user wins; the log then warns of its cost.
     """

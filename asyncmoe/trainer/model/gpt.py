@@ -176,5 +176,5 @@ def _check_layout(layout: RankLayout, built: Mapping[str, torch.Tensor]) -> None
     if differ:
         name = differ[0]
         raise InvariantBroken(
-            f"{name}: the layout table says {described.get(name)}, Megatron built {existing.get(name)} ({len(differ)} differ)"
+            f"{name}: the layout table says {described.get(name)}, Megatron built {existing.get(name)} ({len(differ)} parameters differ)"
         )

@@ -21,7 +21,7 @@ ROWS = 128
 _PRECISE = (2, 1)
 """First Transformer Engine release whose Adam supports averages in bfloat16."""
 _BLOCKWISE = (2, 3)
-"""First release whose blockwise recipe Megatron uses."""
+"""First Transformer Engine release whose blockwise recipe Megatron uses."""
 _HOPPER = (9, 0)
 
 
@@ -30,7 +30,7 @@ def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str)
 
     Args:
         engine: whether the model is built from Transformer Engine's layers.
-        lacking: why it is not.
+        lacking: why it is not built from these layers.
 
     Raises:
         ConfigError: names the key and a fix.
@@ -40,7 +40,7 @@ def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str)
             raise no_gpu_for(key, value)
     if trainer.memory.low_precision and (why := older_engine(kernels, _PRECISE)):
         key, value = next(one for one in trainer.needs_gpu if one[1] == "bfloat16")
-        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install it")
+        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install Transformer Engine")
     if trainer.precision == "fp8" and (why := _lacks_float8(kernels, engine, lacking)):
         raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 

@@ -1,4 +1,4 @@
-"""The backward pass of `logprobs`: recomputes the logits block by block and multiplies their gradients right away.
+"""The backward pass of `logprobs`: recomputes the logits block by block and uses each block's gradient at once.
 
 With z = hidden @ weight.T / temperature, every result is a sum of elements of z and of log-normalisers of rows. The gradient of a log-
 normaliser is the softmax of its ids. With g the gradient of z divided by the temperature, that of hidden is g @ weight, that of weight
@@ -102,7 +102,7 @@ def _tell_data_parallelism(weight: Any) -> None:
     """Mark the weight's gradient as added, as Megatron's own layers do when they fuse it (`grad_added_to_main_grad` in
     core/tensor_parallel/layers.py).
 
-    Data parallelism's hook, which runs next, then ignores `grad`, but overlapped reductions require one: this dummy takes no memory. A
+    Data parallelism's hook, which runs next, then ignores `grad`, but overlapped reductions require one: a dummy without memory. A
     weight shared with an embedding of the same stage differs: its gradient comes from autograd, and `zero_out_wgrad` makes the hook add it.
     """
     if getattr(weight, "zero_out_wgrad", False):

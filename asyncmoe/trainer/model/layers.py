@@ -71,7 +71,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         # Packed micro-batches differ in row count, so pipeline stages exchange shapes, except if chunks interleave: both neighbours of a
-        # stage may be the same rank, which would confuse the shapes sent forwards and backwards. See `schedule.BatchGrid`.
+        # stage may then be the same rank, which would confuse the shapes sent forwards and backwards. See `schedule.BatchGrid`.
         "variable_seq_lengths": not interleaved,
         # For the same reason, messages in the two directions must not share one batch of sends and receives.
         "overlap_p2p_comm": interleaved,
@@ -101,7 +101,7 @@ def _recompute(config: Config, on: Switches, latent: bool) -> Mapping[str, Any]:
         return {}
     for module, possible, why in (
         ("moe_act", on.experts == "transformer_engine", "the experts are not Transformer Engine's"),
-        # Megatron asks Transformer Engine whether it computes in float8 (`CheckpointWithoutOutputFunction`): a NameError if it is missing.
+        # Megatron asks Transformer Engine whether it computes in float8 (`CheckpointWithoutOutputFunction`): a NameError without it.
         ("layernorm", on.transformer_engine, "the layers are not Transformer Engine's"),
         ("mla_up_proj", latent, "the model's attention is not latent"),
     ):

@@ -90,7 +90,10 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != trainer.ranks:
         raise ConfigError(
-            "trainer.ranks", got=trainer.ranks, expected=f"{world}, the ranks torchrun started", hint="set both to the same number"
+            "trainer.ranks",
+            got=trainer.ranks,
+            expected=f"{world}, the number of ranks that torchrun started",
+            hint="correct trainer.ranks, or torchrun's numbers of nodes and processes",
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

@@ -1,6 +1,6 @@
 """Makes a model return its output layer's input, for `logprobs`, which multiplies the hidden rows in blocks.
 
-Returns only rows whose log-probabilities are needed: not prompts or tool results.
+The model returns only rows whose log-probabilities are needed, not those of prompts or tool results.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ may be reading them."""
 
 def reference(model: Model, path: Path) -> Reference:
     """Return the policy that training started from, also after a resume: the model with its adapters switched off, which needs no memory,
-    or without adapters a second copy of this rank's weights, on the host.
+    or, without adapters, a second copy of this rank's weights, on the host.
 
     Raises:
         DataError: see `gpt.load_hf`.

@@ -104,7 +104,7 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
             raise InvariantBroken(f"router of layer {self.layer}: a backward pass asks for experts, but all were used")
         experts = self._now if self._now is not None else self._later.popleft()
         if experts.ids.shape[1:] != (rows, topk):
-            raise InvariantBroken(f"router of layer {self.layer}: got {rows} rows and top {topk}, expected {list(experts.ids.shape[1:])}")
+            raise InvariantBroken(f"router of layer {self.layer}: got [rows, top] {[rows, topk]}, expected {list(experts.ids.shape[1:])}")
         return experts
 
     def _count(self, live: torch.Tensor, chosen: torch.Tensor, known: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class Replay:
         self._routers = [[_take_over(router) for router in _routers(chunk)] for chunk in chunks]
         layers = sorted(router.layer for router in self._all)
         if not set(layers) <= set(routing.layers) or len(set(layers)) != len(layers):
-            raise InvariantBroken(f"routers of layers {layers}, expected some of {routing.layers}, each once")
+            raise InvariantBroken(f"got routers of layers {layers}, expected some of {routing.layers}, each once")
         self.layers = tuple(layers)
         """Numbers of the layers whose routes this rank needs, ascending."""
 

@@ -89,7 +89,7 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         raise ConfigError(
             "trainer.cp",
             got=trainer.cp,
-            expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
+            expected=f"1 because {why}: on a GPU, only Transformer Engine's 16-bit attention can divide sequences",
             hint=_WITHOUT,
         )
     gpu_settings.check(trainer, kernels, engine, lacking or "transformer_impl is local")
@@ -143,7 +143,7 @@ def _lacks_flex(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> 
 def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> Experts:
     """Return the implementation of the experts. torch has a grouped kernel for bfloat16 on Hopper and Blackwell (`_grouped_mm_cuda` of
     ATen/native/cuda/GroupedBlas.cpp). Elsewhere it multiplies matrix by matrix and reads the ends of the experts' rows on the host for each
-    call: slower than one expert after another."""
+    call, which is slower than one expert after another."""
     if not run.expert_widths:
         if wanted:
             raise _refusal("moe_grouped_gemm", "true", "false or null", "the model has no experts")

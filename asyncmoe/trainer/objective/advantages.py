@@ -34,9 +34,9 @@ def group_advantages(
     Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), with mean and sample variance over all tokens of the batch, so that a response counts
     once per token.
 
-    A group with equal rewards, or with a single response, carries no signal: its advantages are exactly 0. Normalised advantages are
-    compared over the batch instead: exactly 0 if all values of the batch are equal or it has a single token. pass_at_k gives 0 for a tie.
-    reinforce_plus_plus_baseline therefore gives every group of equal rewards the same advantage, -mean(a) / sqrt(var(a) + 1e-8), as
+    A group with equal rewards, or with a single response, carries no signal: its advantages are exactly 0. pass_at_k also gives 0 for a
+    tie. But advantages normalised over the batch are exactly 0 only if all values of the batch are equal or it has a single token, so
+    reinforce_plus_plus_baseline gives every group of equal rewards the same advantage, -mean(a) / sqrt(var(a) + 1e-8), as
     OpenRLHF (`reinforce_baseline`) and verl do: mean(a), over tokens, is the covariance of length and reward within groups, divided by the
     mean length, so the advantage says nothing about the group's prompt, and `rollout.filter_equal` may drop the group.
 

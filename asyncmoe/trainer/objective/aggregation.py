@@ -64,8 +64,8 @@ def kept_weights(rows: Rows, kept: torch.Tensor, aggregation: Aggregation, denom
 
 
 def scale(sums: Mapping[str, Any]) -> float:
-    """Return the factor for the loss and gradient of a step that removes rejected tokens from the denominator; 0 if no token was kept and
-    no update is to be made.
+    """Return the factor for the loss and gradient of a step that removes rejected tokens from the denominator; 0 if no token was kept, so
+    that no update is to be made.
 
     Args:
         sums: kept, planned_weight and kept_weight over all micro-batches and ranks.

@@ -48,7 +48,7 @@ def correct(
 
     The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where pi_prox / pi_b is 1, the
     ratio is w = pi / pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are
-    over all sampled tokens, rejected or not:
+    over all sampled tokens, rejected or not. Below, "outside" means outside the rule's band:
         weight          rho, or the product over the sequence; min(weight, cap)     TIS, Yao et al. 2025, "Your efficient RL framework
                         secretly brings you off-policy RL training"; by sequence: Liu, Li et al. 2025, "When speed kills stability"
         token_band      rho outside                                  IcePop, arXiv 2510.18855; MIS
@@ -57,7 +57,7 @@ def correct(
         veto            any rho of the sequence outside
         opsm            A < 0 and mean(log pi_b - log pi) > delta    DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1
         max_age         version - v_b > max_age
-    A is the token's own advantage: if steps or a teacher add to it, opsm rejects only the tokens of a sequence whose A is negative.
+    A is the token's own advantage: if steps or a teacher add to it, opsm rejects only those tokens of a sequence that have A < 0.
     Bands are inclusive. An infinite ratio counts as large, not as NaN: it is capped or outside. A NaN is never outside, so it reaches the
     loss. Weights are not divided by their mean over the batch: that would need all ranks' ratios before any gradient.
 

@@ -1,7 +1,7 @@
 """Parts of the objective that a user wrote: an advantage estimator, a loss, an importance weight (docs/guides/objective.md).
 
-Each is a pure function. Every call checks that its result has the right type, shape and dtype. Whether
-values are finite is counted over the step (`faults`), so that all ranks stop with the same message before any parameter changes.
+Each is a pure function. Every call checks that its result has the right type, shape and dtype. Values that are not finite are counted over
+the step (`Plugin.check`), so that all ranks stop with the same message before any parameter changes.
 `asyncmoe.trainer.objective.trial` tries a function on small inputs before a run starts.
 """
 
@@ -94,8 +94,8 @@ class Plugin:
         """Call the function and return its result and metrics.
 
         Raises:
-            ConfigError: it raised an exception.
-            UserError: raised by the function itself.
+            UserError: the function raised it.
+            ConfigError: the function raised any other exception.
         """
         try:
             answer = self.function(given, **self.options)

@@ -31,7 +31,7 @@ def proximal_logprobs(new: torch.Tensor, rows: Rows, section: ObjectiveSection, 
     if rows.proximal is not None:
         return rows.proximal
     if section.updates_per_batch > 1:
-        raise InvariantBroken("several updates per batch need the log-probabilities from before the first update in the micro-batches")
+        raise InvariantBroken("with several updates per batch, micro-batches need the log-probabilities from before the first update")
     return new.detach()
 
 

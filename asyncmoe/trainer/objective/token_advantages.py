@@ -13,11 +13,11 @@ def step_scales(
     counts: Sequence[int], means: Sequence[float], squares: Sequence[float], groups: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute mean and sample deviation of all step rewards in each response's group: float64[n] each; both 0 if the group has no step, the
-    deviation 0 if it has one.
+    deviation 0 if it has only one.
 
     Merges the statistics of each response (the pairwise update of Chan, Golub and LeVeque 1979, for any number of parts), so a rank needs
     no other rank's steps. Equal rewards, which arrive as float32, have exactly their value as mean and exactly 0 as deviation, because
-    float64 holds sums of this many float32 values exactly.
+    float64 holds the sums of so few float32 values exactly.
 
     Args:
         counts, means, squares: n; number of steps of each response, their mean reward, and the sum of squared distances from the mean.

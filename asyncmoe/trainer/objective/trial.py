@@ -149,12 +149,10 @@ def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
         own = tried.of_rows(few)[0]
         if next(calls) != len(wholes):
             got = "rows.sum or rows.mean called more often for one part of some sequences than for the other"
-            raise tried.refused(
-                got, "equally often, whichever rows there are: ranks that hold parts of sequences add up each sum (trainer.cp)"
-            )
+            raise tried.refused(got, "equally many calls for any rows: ranks that hold parts of sequences add up each sum (trainer.cp)")
         if not _close(own, value[part], few.mask):
-            expected = "the same: only rows.sum and rows.mean see whole sequences, adding up the ranks' parts (trainer.cp)"
-            raise tried.refused("other values if two ranks hold parts of a sequence", expected)
+            expected = "the same values: only rows.sum and rows.mean see whole sequences, adding up the ranks' parts (trainer.cp)"
+            raise tried.refused("different values if two ranks hold parts of a sequence", expected)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> bool:

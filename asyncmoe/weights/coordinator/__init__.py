@@ -11,15 +11,15 @@ Shard to shard, while they generate, through the receivers inside them (`asyncmo
     WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory or a network.
                     In place, without staging memory: close the gate; every engine: pause, begin_update
     WeightsCommit   close the gate; every engine: swap, in one call; then open the gate. But if the weights were written in
-                    place or must be compared, or running requests drop their keys and values, in separate calls:
-                    every engine: pause, begin_update, swap, end_update, compare checksums, resume
+                    place or must be compared, or running requests drop their keys and values, every engine gets several
+                    calls: pause, begin_update, swap, end_update, compare checksums, resume
 
 Through a directory, while they are paused:
 
     WeightsFiles    close the gate; every engine: pause, load_files, compare checksums, set_version, resume; then open the gate
 
 Every version goes to the *roster* (`roster.py`): the engines present when the sender last asked (`EnginesAsk`). When an engine joins or
-leaves, the next roster differs, and the sender forms a new group with its engines.
+leaves, the next roster differs, and the sender forms a new group with that roster's engines.
 
 All or nothing: an engine that refuses, falls silent or has different checksums is fenced, and an engine that may have part of a version
 never resumes (`state.py`). If loading a bucket fails, all engines are fenced, because the engines in the broadcast wait for the failed one.

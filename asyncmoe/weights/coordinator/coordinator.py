@@ -191,7 +191,7 @@ class WeightUpdateCoordinator:
         elif self._stopping.done():
             raise RunStopping("the run is being stopped, and its engines have not started")
         else:
-            raise WaitTimeout("the engines", "start", request.wait_s)
+            raise WaitTimeout("the engines", "their start", request.wait_s)
         silent = request.probe and any(await asyncio.gather(*map(self._pool.silent, self.driver.roster.members)))
         self._pool.fence_dead()
         for member, error in await self._compare_new(self._kept) if self._kept else ():
@@ -232,7 +232,7 @@ class WeightUpdateCoordinator:
 
         async def finish(member: Member) -> None:
             if update.session:
-                async with self.driver.soon(member, f"end the update to version {update.version}"):
+                async with self.driver.soon(member, f"to end the update to version {update.version}"):
                     await member.engine.client.end_update()
             if request.checksums:
                 checksums.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
@@ -241,7 +241,7 @@ class WeightUpdateCoordinator:
         pauses: list[float] = []
 
         async def resume(member: Member) -> None:
-            async with self.driver.soon(member, f"resume with version {update.version}"):
+            async with self.driver.soon(member, f"to resume with version {update.version}"):
                 if not update.state.staged:
                     await member.engine.client.set_version(update.version)
                 await member.engine.client.resume()
@@ -258,7 +258,7 @@ class WeightUpdateCoordinator:
             pause_ms: pauses of the engines that serve it.
 
         Raises:
-            WeightSyncError: an engine refused it, or none is left.
+            WeightSyncError: an engine refused it, or no engine is left.
         """
         # Publish before raising any error: engines that resumed already sample this version.
         if pause_ms:

@@ -57,8 +57,8 @@ class UpdateDriver:
     Attributes:
         pool: the engines; its members' `version` is the ledger.
         timeout_s: limit on each call to an engine, and on each wait for responses.
-        pause_s: limit on each part of an engine's pause that does not involve the sender (`soon`): all other engines wait meanwhile, and a
-            running engine pauses after at most one forward pass.
+        pause_s: limit on each part of an engine's pause that does not involve the sender (`soon`). It can be short, because a running
+            engine pauses after at most one forward pass, and must be, because all other engines wait meanwhile.
         interruption: how responses in progress are handled (`asyncmoe.rollout.episodes.interruption`).
         roster: the engines that receive versions.
         group: name of their process group with the sender, if it broadcasts.
@@ -174,7 +174,7 @@ class UpdateDriver:
     async def _begin(self, update: OpenUpdate, member: Member) -> None:
         retract = self.interruption == "retract"
         update.paused[member.engine.name] = unix()
-        async with self.soon(member, f"pause for version {update.version}"):
+        async with self.soon(member, f"to pause for version {update.version}"):
             await member.engine.client.pause(retract=retract)
             if retract:
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
@@ -185,7 +185,7 @@ class UpdateDriver:
     async def _resume(self, update: OpenUpdate, member: Member) -> None:
         if member.engine.name not in update.paused:
             return
-        async with self.soon(member, "go on with the version it has"):
+        async with self.soon(member, "to go on with the version it has"):
             if update.session:
                 await member.engine.client.end_update()
             await member.engine.client.resume()
@@ -259,7 +259,7 @@ class UpdateDriver:
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
         if self.pool.serving:
             self._served = version, lineage
-        version, lineage = self._served  # if no engine serves, those that engines last served: restarted ones have none
+        version, lineage = self._served  # if no engine serves, what engines last served, as restarted engines have no version
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
     def _settled(self) -> None:

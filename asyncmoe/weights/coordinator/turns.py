@@ -21,8 +21,8 @@ def check(request: Message, serving: int, trained: int | None) -> None:
         return
     name = type(request).__name__
     if trained is None:
-        raise ProtocolError(f"{name}: got it before any Hello, expected Hello first")
+        raise ProtocolError(f"{name}: sent before any Hello, expected Hello first")
     if not serving <= request.version <= trained:
         raise ProtocolError(
-            f"{name}: got version {request.version}, expected {serving}, which the engines serve, to {trained}, the trainer's newest"
+            f"{name}: got version {request.version}, expected {serving} (served by engines) to {trained} (the trainer's newest)"
         )

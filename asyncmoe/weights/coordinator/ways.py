@@ -67,7 +67,7 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
     async def start(member: Member) -> None:
         first = request.senders + roster.offset(member) - 1
         joins = [JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
-        async with driver.soon(member, "start its weight receivers"):
+        async with driver.soon(member, "to start its weight receivers"):
             await member.engine.client.command_receivers(joins, driver.timeout_s)
 
     failed = await driver.fencing(update, start)
@@ -143,7 +143,7 @@ async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) ->
 
 async def _commit(driver: UpdateDriver, update: OpenUpdate, number: int, member: Member) -> None:
     commits = [CommitCommand(update.version, number)] * member.engine.tp
-    async with driver.soon(member, f"swap in version {update.version}"):  # each rank has reported full receipt
+    async with driver.soon(member, f"to swap in version {update.version}"):  # each rank has reported full receipt
         await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
 
 

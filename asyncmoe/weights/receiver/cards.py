@@ -77,7 +77,7 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
 def _versions(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
     """Return one line if ranks have different versions of NCCL, which refuse each other; it names one rank of each version."""
     found = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in sorted(cards.items()) if card.nccl}
-    return [f"NCCL: got {' and '.join(found.values())}, expected one; {_SAME_NCCL}"] if len(found) > 1 else []
+    return [f"NCCL: got {' and '.join(found.values())}, expected one version; {_SAME_NCCL}"] if len(found) > 1 else []
 
 
 def _shortage(whom: str, card: Card) -> str:

@@ -142,7 +142,7 @@ def connect(
             exchanger.bind(*bound)
     except Exception as error:  # reported to all ranks
         failure = failing.said(error, terms, store.rank, side.device)
-        if not isinstance(error, AsyncmoeError):  # from the transport's code: the other ranks' reports lack the traceback
+        if not isinstance(error, AsyncmoeError):  # from the transport's code; reports to other ranks lack its traceback
             log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
     try:
         _assemble(store, terms, epoch, "make", watch, Outcome(failure))

@@ -25,14 +25,14 @@ from asyncmoe.weights.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms,
 from asyncmoe.weights.receiver.hosting import Hosted, is_held
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
-"""Bounds on the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
+"""Bounds on the polling interval in seconds: short for quick updates, and long enough to cost nothing during a long step."""
 _WATCH_S = 1.0
 _LOOK_S = 0.2
 """Seconds between checks that the file's host lives; a check costs more than the rest of a poll."""
 _FILE_S = 1.0
-"""How long a FileStore waits for its file, which exists unless its host has ended meanwhile."""
+"""Seconds that a FileStore waits for its file, which exists unless its host has ended meanwhile."""
 _LAST_WORDS_S = 0.5
-"""How long to wait for other ranks' reports after one has failed: they may contain the root cause."""
+"""Seconds to wait for other ranks' reports after one has failed: they may contain the root cause."""
 _c10d: Any = distributed_c10d
 R = TypeVar("R")
 
@@ -190,7 +190,7 @@ class Store:
             waited = time.monotonic() - began
             if waited < timeout_s:
                 raise WeightSyncError(f"rank {self.rank}: joining weight group {self._group}: {_first_line(error)}") from error
-            raise WaitTimeout("the other ranks", f"join weight group {self._group} ({_first_line(error)})", waited) from error
+            raise WaitTimeout("the other ranks", f"to join weight group {self._group} ({_first_line(error)})", waited) from error
         return group
 
     def has(self, key: Key[Any]) -> bool:

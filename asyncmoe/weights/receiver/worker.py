@@ -126,10 +126,10 @@ class Receiver:
         self._left.set()
 
     def commit(self, version: int, update: int) -> None:
-        """Make the staged weights the worker's. Called in its main thread, between forward passes.
+        """Make the worker use the staged weights. Called in its main thread, between forward passes.
 
         Raises:
-            InvariantBroken: another update is staged, or none.
+            InvariantBroken: another update is staged, or none is.
         """
         with self._lock:
             staged, self._staged = self._staged, None
@@ -218,7 +218,7 @@ class Receiver:
             why = failing.said(error, terms, self._join.rank, self._device)
             store.fail(number, key, why, doubtful=isinstance(error, deltas.DeltaRefused))
             if not isinstance(error, AsyncmoeError):
-                log.exception("update %d of rank %d", number, self._join.rank)
+                log.exception("update %d of rank %d failed", number, self._join.rank)
             self._disconnect()  # peers that wait for this rank notice
             return
         with self._lock:
@@ -234,7 +234,7 @@ class Receiver:
             coming = store.get(protocol.coming(number, self._join.rank), terms.timeout_s)
         if header.base is not None:
             if decoder is None or coming is None:
-                raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
+                raise InvariantBroken(f"update {number}: got a delta, expected a full update, as this meeting agreed on no deltas")
             if self._spare:  # encoded bytes need less memory than a second copy, which the next full update allocates again
                 self._spare = {}
                 exchanger.bind(None, self._target.tensors())

@@ -44,7 +44,7 @@ def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucke
 
 
 def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
-    """Encode the changes since the version that all engines have; if there is none, or too much changed, offer everything."""
+    """Encode the changes since the version that all engines have; without such a version, or if too much changed, offer everything."""
     base, size = encoder.base, None
     if base is not None and base != version:
         try:

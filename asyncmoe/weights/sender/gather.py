@@ -26,7 +26,7 @@ class Gatherer:
         adapter: gather the adapter's halves under their canonical names, instead of the weights under Hugging Face's names.
         quantised: for a float8 model, gather quantised weights with their scales, as the engines load them.
         bucket_bytes: upper bound of a bucket; a larger tensor gets its own bucket.
-        timeout_s: how long a rank waits for another.
+        timeout_s: seconds that a rank waits for another.
     """
 
     def __init__(self, model: TrainedModel, bucket_bytes: int, timeout_s: float, *, adapter: bool = False, quantised: bool = False) -> None:

@@ -40,7 +40,7 @@ class Published:
 class Publisher:
     """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`.
 
-    The base class suits publishers whose `begin` returns only when every engine serves the version: they implement `publish`.
+    The base class suits publishers whose `begin` returns only when every engine serves the version; they implement `publish`.
     """
 
     _published: Published | None = None

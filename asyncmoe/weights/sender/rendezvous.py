@@ -32,7 +32,7 @@ _GROUP = "asyncmoe_weights"
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
-"""Seconds that ranks wait for rank 0 longer than it waits for them, so that all of them receive its reason for a failure."""
+"""Ranks wait for rank 0 this many seconds longer than it waits for them, so that all of them receive its reason for a failure."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,7 +150,7 @@ class ReshardPublisher(Publisher):
             return error
         if isinstance(error, AsyncmoeError):
             return WeightSyncError(str(error))  # the message the other ranks received
-        log.error("sending weights", exc_info=error)
+        log.error("sending weights failed", exc_info=error)
         mesh = self._model.mesh
         made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {mesh.rank} on {failing.where(mesh.device)})")
         made.__cause__ = error

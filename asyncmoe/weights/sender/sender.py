@@ -72,7 +72,7 @@ class Sender:
             return self._lead(version, expected) if self._rank == 0 else self._follow(version)
         except Exception as error:
             if self._encoder is not None:
-                self._encoder.forget()  # engines may or may not have parts of the version: the next update is full
+                self._encoder.forget()  # engines may have parts of the version, so the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
             self.met.store.resign(self._number, self._said(error))
@@ -172,7 +172,7 @@ class Sender:
             return deltas.offer(self._encoder, self.met.plan, version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
-                log.exception("coding update %d of trainer rank %d", self._number, self._rank)
+                log.exception("coding update %d of trainer rank %d failed", self._number, self._rank)
             return Offer(self._said(error))
 
     def _send(self, version: int, base: int | None) -> None:
@@ -198,7 +198,7 @@ class Sender:
         except Exception as error:
             met.store.fail(self._number, key, self._said(error))
             if not isinstance(error, AsyncmoeError):
-                log.exception("update %d of trainer rank %d", self._number, self._rank)
+                log.exception("update %d of trainer rank %d failed", self._number, self._rank)
             self.leave()
         else:
             self._is_sent.set()

@@ -6,7 +6,7 @@ works, the episode has no request in flight.
 
 A mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. A call that takes too
 long, prints too much or is killed is an observation, too, and an episode that reaches a limit gets its last response scored, unless
-`on_failure` is "reject". A tool that fails by itself always ends the episode with that reason.
+`on_failure` is "reject". A tool that fails by itself always rejects the episode, for the reason "tool_crash".
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WithTools:
         observed, leaves no room for another.
 
         Args:
-            before: calls in the conversation so far; some styles number the next ones from there.
+            before: number of calls in the conversation so far, from which some styles continue to number calls.
         """
         async with self.sessions():
             while True:

@@ -27,7 +27,7 @@ class ChatApi(Api):
         calls, one_call = may_call(fields, tools)
         most, stops = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop")
         if fields.take("n", int, 1) != 1:
-            raise wrong("n", "must be 1; send as many requests at once, each of which is a path of its own")
+            raise wrong("n", "must be 1; for more responses send more requests at once, each a path of its own")
         usage = fields.take("stream_options", dict, {}).get("include_usage") is True
         fields.override("response_format", asks_for_format(fields.anything("response_format")))
         return fields.request(messages, tools, calls, most=most, usage=usage, one_call=one_call, stops=stops)

@@ -65,7 +65,7 @@ class _Call(threading.Thread):
         self._cancelled = False
 
     async def ended(self) -> object:
-        """Return the function's result, or raise its exception; RuntimeError in place of one that is not an Exception.
+        """Return the function's result, or raise its exception, as a RuntimeError if it is a BaseException but not an Exception.
 
         If this is cancelled, so is the coroutine; a plain function cannot be cancelled, and runs to its end.
         """

@@ -16,7 +16,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, Comple
 
 _ROLES = ("user", "assistant", "system")
 _NO_MATTER = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
-"""Parameters that do not affect a response, besides those of all APIs."""
+"""Parameters that do not affect a response, in addition to those that all APIs share."""
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 

@@ -148,7 +148,7 @@ def function(fields: Fields, tool: object, where: str, kind: str, schema: str, m
         RequestRefused: it is not such a tool.
     """
     if not isinstance(tool, dict) or (tool.get("type") or "custom") != kind:
-        raise wrong(where, "must be a function of the client's; tools that a server would run are not supported")
+        raise wrong(where, "must be a function that the client runs; tools of a server are not supported")
     if unknown := set(tool) - {"type", "name", "description", "strict", "allowed_callers", schema, *more}:
         raise wrong(f"{where}.{min(unknown)}", "is not supported. Leave it out")
     told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(schema)}

@@ -38,7 +38,7 @@ class CompletionRequest:
     """A request for a completion.
 
     Attributes:
-        model: the client's name for the model, which is always the policy: the name of the agent.
+        model: the client's name for the model. The model is always the policy; the name is that of the agent.
         most: maximum tokens of the response; None: the run's maximum.
         stream: True if the answer is streamed.
         usage: True if a stream ends with token counts.

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
 """Header of an answer that is not streamed: the name of its path, by which an agent may reward it."""
 OVERRIDDEN = "asyncmoe-overridden"
-"""Header of an answer that names the parameters of the request that the run's own sampling overrides."""
+"""Header of an answer: the names of request parameters that the run's own sampling overrides."""
 
 BODY_BYTES = 8 << 20
 """Maximum body of one request."""
@@ -116,7 +116,7 @@ class OpenAIEndpoint:
         Raises:
             RequestRefused: 401: no episode has the key.
         """
-        # Some clients send a key of their own in one header and the configured one in the other.
+        # Some clients send a key of their own in one header, and the configured key in the other header.
         given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
         session = next((self._sessions[key] for key in given if key in self._sessions), None)
         if session is None:

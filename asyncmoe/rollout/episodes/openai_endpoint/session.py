@@ -94,7 +94,7 @@ class Session:
         return replace(asked, one_call=asked.one_call and hermes), fields.overridden
 
     def count(self, request: CompletionRequest) -> int:
-        """Return the number of tokens of a request as the first of a conversation.
+        """Return the number of tokens that a request has as the first of a conversation.
 
         Raises:
             RequestRefused: 400: the chat template cannot render the messages.
@@ -196,7 +196,7 @@ class Session:
         return made
 
     def _free_name(self, name: str) -> str:
-        """Return a name without an agent: this one, or with the next number."""
+        """Return a name that no agent has: this name, or this name with the next free number."""
         names = (name if number == 1 else f"{name}/{number}" for number in itertools.count(1))
         return next(one for one in names if one not in self._episode.agents)
 

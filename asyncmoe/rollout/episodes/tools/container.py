@@ -28,8 +28,8 @@ class Container(sandbox.Sandbox):
         super().__init__(limits)
         self._runtime, self._image = next((name for name in _RUNTIMES if shutil.which(name)), ""), image
         if not self._runtime:
-            got = f"{image}, and no program docker or podman"
-            raise ConfigError("environment.sandbox.image", got=got, expected="one of them", hint=sandbox.WAYS)
+            got = f"{image}, but neither docker nor podman is installed"
+            raise ConfigError("environment.sandbox.image", got=got, expected="one of these programs", hint=sandbox.WAYS)
         self.name = f"{self._runtime} with {image}"
         self.hint = f"start the runtime, and get the image: {self._runtime} pull {image}"
         # The command line finds its daemon, registry and credentials by variables; the container gets none of them.
@@ -38,7 +38,7 @@ class Container(sandbox.Sandbox):
     def command(self, name: str) -> list[str]:
         """See `Sandbox`."""
         memory = str(self.limits.memory_bytes + self.limits.file_bytes + _REST_BYTES)
-        podman = self._runtime == "podman"  # refuses nr_inodes, and would make /tmp and others writable, in memory without a limit
+        podman = self._runtime == "podman"  # refuses nr_inodes, and would make /tmp and other paths writable, in memory without a limit
         files = f"rw,nosuid,nodev,noexec,size={self.limits.file_bytes},mode=1777" + ("" if podman else ",nr_inodes=4096")
         confined = [
             *("--rm", "--interactive", "--name", name, "--pull", "never", "--log-driver", "none", "--network", "none", "--ipc", "none"),

@@ -53,10 +53,10 @@ class Function:
             schema = self._checked.json_schema()
         except (pydantic.errors.PydanticUserError, NameError, TypeError, ValueError) as error:
             got = f"{target}: {' '.join(str(error).split())[:300]}"
-            raise ConfigError(_KEY, got=got, expected="a def whose annotations JSON values can satisfy") from error
+            raise ConfigError(_KEY, got=got, expected="a function whose annotations fit JSON values") from error
         if not schema.get("properties"):
             got = f"{target}{inspect.signature(found)}"
-            raise ConfigError(_KEY, got=got, expected="a function of named parameters, at least one")
+            raise ConfigError(_KEY, got=got, expected="a function with one or more parameters that are passed by name")
         self.parameters: Mapping[str, Any] = {**schema, "properties": {name: _shown(one) for name, one in schema["properties"].items()}}
 
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -98,7 +98,7 @@ async def _ask(processes: Processes, arguments: Mapping[str, Any]) -> object:
 
 @contextmanager
 def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
-    """Answer calls in a process: ("", return value, null if it is not text) or (`ToolError.reason`, `ToolError.detail`). See
+    """Answer calls in a process: ("", the return value, or null if that is not text), or (`ToolError.reason`, `ToolError.detail`). See
     `asyncmoe.rollout.process_worker`."""
     function = Function(target)
 
@@ -114,5 +114,5 @@ def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
 
 
 def _shown(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a parameter without the title that pydantic derives from its name. One without annotation is a string."""
+    """Return the schema of a parameter without the title that pydantic derives from its name. Without annotation, it is a string."""
     return {key: value for key, value in schema.items() if key != "title"} or {"type": "string"}

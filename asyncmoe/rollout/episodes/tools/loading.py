@@ -73,7 +73,7 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
             got = " ".join(error.detail.removeprefix("error: ").split())
     if got != "1\n":
         given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
-        raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
+        raise ConfigError("environment.sandbox", got=got + given, expected="a sandbox that runs print(1)", hint=sandbox.hint)
     return Function("python", python).under(limits)
 
 

@@ -70,7 +70,7 @@ class Runner:
         """Return the observation.
 
         Raises:
-            ToolError: the function's own; see `read_arguments`; `ERROR` for any other exception of the function, `TIMEOUT` after
+            ToolError: that of the function or of `read_arguments`; `ERROR` for any other exception of the function, `TIMEOUT` after
                 `ToolLimits.timeout_s`, `FLOOD` beyond `ToolLimits.characters`, `CRASH` if the answer is not text.
         """
         begin = time.perf_counter()

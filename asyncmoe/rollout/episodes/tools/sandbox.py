@@ -40,7 +40,7 @@ PROCESSES = 16
 FIRST_VICTIM = "1000"
 """Value of oom_score_adj (proc(5)): a machine or job that runs out of memory kills a program before anything else."""
 NOBODY = "65534"
-"""The kernel does not limit the number of root's processes."""
+"""User ID of programs instead of root's, because the kernel does not limit the number of root's processes."""
 _ADVICE = ("Run '", "See '")
 """Beginnings of docker's last lines that give no reason."""
 _CHUNK = 65536
@@ -169,7 +169,7 @@ class Bubblewrap(Sandbox):
     bubblewrap, as does everything it has started.
 
     Raises:
-        ConfigError: a program that this needs is missing.
+        ConfigError: bubblewrap, or a program that it needs, is missing.
     """
 
     def __init__(self, limits: PythonLimits) -> None:
@@ -201,7 +201,7 @@ def _around(limits: PythonLimits) -> Iterator[str]:
 
 
 def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
-    """Return the limits of each process (setrlimit(2)), except on the number of processes, which would count those of all containers."""
+    """Return the limits of each process (setrlimit(2)), without RLIMIT_NPROC, which would count the processes of all containers."""
     cpu_s = math.ceil(limits.cpu_s)
     most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files}
     most |= {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
@@ -211,7 +211,7 @@ def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
 def _found(program: str, where: str | None = None) -> str:
     path = shutil.which(program, path=where)
     if path is None:
-        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=WAYS)
+        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="an installed sandbox", hint=WAYS)
     return path
 
 

@@ -1,6 +1,6 @@
 """Programs of the tool "python" on a server of the user's own. docs/guides/environment.md has the protocol.
 
-A program is posted again only if it has not begun (`Later`), not after a connection breaks later, because it may be running then.
+A program is posted again only if it has not begun (`Later`): after a connection breaks off, the program may be running.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class ToolError(AsyncmoeError):
 
     Args:
         reason: `ERROR`: the argument was wrong, or the code in it raised; the model learns from this, so `detail` is an observation like
-            any other. `TIMEOUT`: no answer in time. `KILLED`: a signal ended the policy's program. `FLOOD`: its answer exceeded the limit;
+            any other. `TIMEOUT`: no answer in time. `KILLED`: a signal ended the policy's program. `FLOOD`: the answer exceeded its limit;
             `detail` begins with the answer. `CRASH`: the tool itself failed, whatever the policy asked.
         detail: description of the failure, for the model.
     """
@@ -59,7 +59,7 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
         return given
     properties: Mapping[str, Any] = parameters.get("properties") or {}
     if len(properties) != 1:
-        raise ToolError(ERROR, f"error: the arguments of {name} are a JSON object")
+        raise ToolError(ERROR, f"error: the arguments of {name} must be a JSON object")
     ((only, schema),) = properties.items()
     return {only: text if schema.get("type") == "string" else given}
 
@@ -67,5 +67,5 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
 def variable(key: str, name: str) -> str:
     """Return the value of the environment variable that a configuration key names. Raises ConfigError if it is not set."""
     if name not in os.environ:
-        raise ConfigError(key, got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+        raise ConfigError(key, got=f"no variable {name} in the environment", expected="this variable to be set", hint="export it")
     return os.environ[name]

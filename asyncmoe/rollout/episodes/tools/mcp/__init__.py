@@ -40,7 +40,7 @@ class McpTools:
 
     Args:
         servers: the keys of each server by its name, as in the configuration; mappings are checked here.
-        sessions: maximum sessions at once; every server that an episode may call counts, called or not.
+        sessions: maximum sessions at once; each episode counts one for every server, called or not.
         own: tools that no server provides.
 
     Attributes:
@@ -61,7 +61,7 @@ class McpTools:
         if not servers:
             return
         if sessions < len(servers):
-            raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, a session of each server")
+            raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, one for each server")
         if not installed.has("mcp"):
             raise ConfigError(_KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
         for name in _NOISY:
@@ -88,7 +88,7 @@ class McpTools:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Give calls within the block, and in tasks started there, their own sessions; within another episode's block, use its sessions."""
+        """Give calls within the block, and in tasks started there, their own sessions. An inner block uses those of the outer one."""
         if self._places is None or self._current.get() is not None:
             yield
             return
@@ -159,7 +159,7 @@ class _Episode:
         """Return the session with a server; begin one if there is none. Raises ToolError if it could not begin."""
         async with self._lock:
             if self._closed:
-                raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {name}")
+                raise ToolError(CRASH, f"error: the episode and its session with the MCP server {name} have ended")
             if not self._sessions:
                 await self._places.acquire()
             session = self._sessions[name] = self._sessions.get(name) or make()

@@ -31,7 +31,7 @@ _LEAVE_S, _CLOSE_S = 10.0, 30.0
 _LAST_WORDS_S = 0.2
 _SHOWN = 400
 _RESERVED = range(-32768, -31999)
-"""Error codes of JSON-RPC and MCP itself; others are a server's own."""
+"""Error codes of JSON-RPC and MCP itself; all other codes are a server's own."""
 T = TypeVar("T")
 
 
@@ -54,8 +54,8 @@ class McpSession:
         """Wait until the session has begun.
 
         Raises:
-            ToolError: `CRASH`: not within `start_timeout_s`, or the server cannot be started or reached, ended, or answered something that
-                is not MCP; `ERROR`: the server refuses. No second attempt is made.
+            ToolError: `CRASH`: the session did not begin within `start_timeout_s`, or the server cannot be started or reached, ended, or
+                answered something that is not MCP; `ERROR`: the server refuses. No second attempt is made.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")

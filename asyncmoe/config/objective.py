@@ -142,6 +142,9 @@ class ObjectiveSection(Section):
     updates_per_batch is above 1; loglinear: an approximation of that policy, interpolated between engine and trainer by each token's
     version, without an extra pass; behaviour: the engine's policy."""
     correction: CorrectionSection = CorrectionSection()
+    score_centering: NonNegative = 0
+    """Score centring: subtract from each token's gradient the mean over what the engine could have sampled, computed from this many most
+    probable ids, for example 64; 0: off. Needs correction.weight token or none, and with truncated sampling keep.sampling_mask."""
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()
     distill: DistillSection = DistillSection()
@@ -178,6 +181,18 @@ class ObjectiveSection(Section):
         if self.proximal == "behaviour" and weight in ("token", "sequence"):
             expected = "none because objective.proximal is behaviour (the ratio to the engine would be applied twice)"
             raise refused("objective.correction.weight", weight, expected, "set it to none, or objective.proximal to recompute")
+        because = "because objective.score_centering is above 0"
+        known = (
+            ("loss", self.loss, "surrogate"),
+            ("correction.weight", weight, "token none"),
+            ("proximal", self.proximal, "recompute loglinear"),
+        )
+        for key, value, fit in known if self.score_centering else ():
+            if value not in fit.split():
+                raise refused(f"objective.{key}", value, f"{fit.replace(' ', ' or ')} {because}, which knows no other weight of a token")
+        if self.score_centering and self.correction.token_band and self.correction.denominator == "kept":
+            expected = f"planned {because} and token_band is set (tokens that it rejects are centred, too)"
+            raise refused("objective.correction.denominator", "kept", expected)
         if self.clip != "ppo" and self.dual_clip is not None:
             expected = f"null, as it bounds PPO's surrogate and objective.clip is {self.clip}; leave it out, or set objective.clip to ppo"
             raise refused("objective.dual_clip", self.dual_clip, expected)

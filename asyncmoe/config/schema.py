@@ -134,7 +134,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Config:
-        """Refuse an objective without the rewards, steps or teacher it learns from."""
+        """Refuse an objective without the rewards, steps, teacher or probabilities it learns from."""
+        if self.objective.score_centering and self.rollout.truncated and not self.keeps_sampling_mask:
+            expected = "auto or on because objective.score_centering is above 0 and sampling is truncated"
+            raise refused("keep.sampling_mask", "off", expected)
         if self.rollout.filter_equal and (advantage := self.objective.advantage) in ("reinforce_plus_plus", "gdpo"):
             expected = f"false because objective.advantage is {advantage}, which gives a group of equal rewards an advantage"
             hint = "set it to false, or choose an advantage that compares within the group"

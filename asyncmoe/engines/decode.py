@@ -45,6 +45,7 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
         finish="stop",
         masks=masks,
         routes=routes,
+        top=None if generation.top is None else generation.top[:keep],
     )
 
 

@@ -93,6 +93,7 @@ class Generation:
         finish: "stop", "length", or `ABORTED` if `abort` ended it; an aborted response may have no tokens.
         cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
         routes, masks: in the forms that `asyncmoe.engines.decode` reads, if requested.
+        top: TOP[R, K], if requested: the most probable ids of each token, as `Trajectory.top`.
     """
 
     tokens: np.ndarray
@@ -102,6 +103,7 @@ class Generation:
     cached_tokens: int
     routes: Buffer | None = None
     masks: IdLists | None = None
+    top: np.ndarray | None = None
 
     @classmethod
     def of(

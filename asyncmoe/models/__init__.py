@@ -192,11 +192,19 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
 def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
     """Return the data that engines record for every sampled token, and what else its trajectory holds.
 
-    Raises: see `kept_routing`.
+    Raises: see `kept_routing`; also ConfigError for more ids than the model has.
     """
-    routing, objective = kept_routing(config, hf), config.objective
+    routing, objective, vocabulary = kept_routing(config, hf), config.objective, hf["vocab_size"]
+    if objective.score_centering > vocabulary:  # a request for more would end the engine
+        expected = f"at most {vocabulary}, the size of the vocabulary"
+        raise ConfigError("objective.score_centering", got=str(objective.score_centering), expected=expected)
     return Recording(
-        routing, config.keeps_sampling_mask, hf["vocab_size"], rewards=objective.process.weight > 0, teacher=objective.distill.weight > 0
+        routing,
+        config.keeps_sampling_mask,
+        vocabulary,
+        rewards=objective.process.weight > 0,
+        teacher=objective.distill.weight > 0,
+        top=objective.score_centering,
     )
 
 

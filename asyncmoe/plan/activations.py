@@ -53,7 +53,7 @@ class Microbatch:
         modules: without `recompute`, the parts of a layer that are recomputed, by Megatron's names (`trainer.recompute_modules`).
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
-        support: maximum number of ids that a token was sampled from, if they are kept; else 0.
+        support: maximum ids that a token was sampled from, if they are kept, and twice the top ids.
         cpu: the trainer runs on CPUs, where blocks of logits are smaller.
         cp: context-parallel ranks among which the micro-batch is divided.
     """

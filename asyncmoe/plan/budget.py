@@ -215,7 +215,7 @@ def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
         recompute=trainer.recompute == "full",
         dtype=dtype,
         adapter=adapter_of(config, hf),
-        support=config.rollout.top_k if config.keeps_sampling_mask and config.rollout.top_k else 0,
+        support=(config.rollout.top_k or 0) * config.keeps_sampling_mask + 2 * objective.score_centering,
         cpu=cpu,
         cp=trainer.cp,
         modules=trainer.recompute_modules if trainer.recompute == "selective" else (),

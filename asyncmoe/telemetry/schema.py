@@ -133,7 +133,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     plugin_metrics: Annotated[
         Mapping[str, float | None] | None,
         Metric(
-            'Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME".',
+            'Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME", and of '
+            '"score_centering/tail" and "score_centering/ratio".',
             "the function's own unit",
             key="name",
         ),

@@ -141,7 +141,7 @@ class Learner:
             before = self._scored(updates, microbatches, lengths)
         if self._reference is not None:
             # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
-            bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
+            bare = {i: replace(one, routes=None, masks=None, top=None) for i, one in trajectories.items()}
             with self._reference():
                 of_bare = partial(
                     batch_client.microbatches, trajectories=bare, advantages=dict.fromkeys(bare, _NO_ADVANTAGE), config=config, mesh=mesh

@@ -12,7 +12,7 @@ import torch
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.objective import NO_PLUGINS, Fates, Plugins, Sums
+from asyncmoe.trainer.objective import NO_PLUGINS, Fates, Plugins, Sums, centring
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ class PolicyLoss:
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the sums that a call returns, the same for every micro-batch; they include the inputs of
         `objective.scale`."""
-        found = dict(objective.SUMS)
+        found = dict(objective.SUMS) | dict.fromkeys(centring.SUMS if self.section.score_centering else (), ())
         for plugin in self.plugins.of_tokens:
             found |= plugin.sums
         return found
 
     def figures(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `objective.metrics` of the step's sums, and in `plugin_metrics` the plug-ins' metrics averaged over sampled tokens."""
-        found: dict[str, Any] = objective.metrics(sums) | {"plugin_metrics": {}}
+        """Return `objective.metrics` of the step's sums, and in `plugin_metrics` the plug-ins' metrics and score centring's, averaged over
+        sampled tokens."""
+        centre = {name: float(sums[name]) / max(float(sums["tokens"]), 1.0) for name in centring.SUMS if name in sums}
+        found: dict[str, Any] = objective.metrics(sums) | {"plugin_metrics": centre}
         for plugin in self.plugins.of_tokens:
             means, rejected = plugin.figures(sums)
             found["plugin_metrics"] |= means
@@ -75,12 +77,15 @@ class PolicyLoss:
         """Whether the loss also needs log-probabilities over the whole vocabulary for rows with a support."""
         return self.section.kl.coefficient > 0
 
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+    def __call__(
+        self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None, top: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Sums]:
         """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and its sums.
 
         Args:
             logprobs: float32[T] with gradient, over the supports of `batch`.
             unmasked: float32[T] with gradient, over the whole vocabulary; None: use `logprobs`.
+            top: float32[T, K] with gradient, of `MicroBatch.top_ids`; None: there are none.
         """
         rows = objective.Rows(
             mask=batch.mask,
@@ -102,6 +107,7 @@ class PolicyLoss:
             self.version,
             progress=self.progress,
             unmasked=unmasked,
+            top=None if top is None or batch.top_logprobs is None else (top, batch.top_logprobs.t()),
             plugins=self.plugins,
             observe=None if self.observe is None else partial(self.observe, batch),
         )
@@ -115,7 +121,9 @@ class SupervisedLoss:
     sums: ClassVar[Mapping[str, tuple[int, ...]]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}
     wants_unmasked: ClassVar[bool] = False
 
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+    def __call__(
+        self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None, top: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Sums]:
         """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and the sums that `objective.scale` needs;
         no token is ever rejected."""
         loss = -(torch.where(batch.mask, logprobs, 0.0) * batch.weights).sum()

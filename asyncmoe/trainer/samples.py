@@ -118,8 +118,8 @@ class BatchSamples:
 
 
 def _light(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch to keep until the step ends, without its experts and supports, which are large."""
-    return replace(batch, experts=None, support=None)
+    """Return a micro-batch to keep until the step ends, without its recordings, which are large."""
+    return replace(batch, experts=None, support=None, top_ids=None, top_logprobs=None)
 
 
 def _rows(trajectory: Trajectory, first: int, block: _Block) -> np.ndarray:

@@ -239,9 +239,9 @@ def _run(
 def _loss_of(
     mesh: Mesh, loss: Loss, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    found = _logprobs(mesh, loss.temperature, batch, head, hidden, entropy=True)
+    found = _logprobs(mesh, loss.temperature, batch, head, hidden, learning=True)
     assert found.entropy is not None
-    value, sums = loss(found.sampled, batch, found.whole if loss.wants_unmasked else None)
+    value, sums = loss(found.sampled, batch, found.whole if loss.wants_unmasked else None, found.top)
     sums = sums | {
         "loss": value.detach().clone(),  # the schedule may scale the loss in place
         "rows": (batch.segments >= 0).sum(),
@@ -257,11 +257,14 @@ def _logprobs_of(
     return logprobs.sum(), _no_tokens(hidden), {"logprobs": batch.everywhere(logprobs)}
 
 
-def _logprobs(mesh: Mesh, temperature: float, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor, entropy: bool = False) -> LogProbs:
-    """Return `target_logprobs` of all T rows: 0 for rows that the head leaves out."""
+def _logprobs(
+    mesh: Mesh, temperature: float, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor, learning: bool = False
+) -> LogProbs:
+    """Return `target_logprobs` of all T rows: 0 for rows that the head leaves out. `learning`: with the entropy, and the top ids if any."""
+    top = head.take(batch.top_ids.t()) if learning and batch.top_ids is not None else None
     support = batch.support if batch.support is None or head.rows is None else batch.support.take(head.rows)
-    found = target_logprobs(hidden[0], head.weight, head.take(batch.targets), temperature, mesh.tp_group, support, entropy)
-    rest = (None if one is None else head.spread(one, batch.rows) for one in (found.whole, found.entropy))
+    found = target_logprobs(hidden[0], head.weight, head.take(batch.targets), temperature, mesh.tp_group, support, learning, top)
+    rest = (None if one is None else head.spread(one, batch.rows) for one in (found.whole, found.entropy, found.top))
     return LogProbs(head.spread(found.sampled, batch.rows), *rest)
 
 

@@ -1,8 +1,8 @@
 """The wire format of a trajectory.
 
-A msgpack header (names, dtypes, shapes, digests), then one raw little-endian frame per array, one for the encoded routes and one for the
-encoded masks; the frame of an absent part is empty. Decoding checks every length against the header and against upper bounds before it
-allocates memory.
+A msgpack header (names, dtypes, shapes, digests), then one raw little-endian frame per array, one for `top`, one for the encoded routes and
+one for the encoded masks; the frame of an absent part is empty. Decoding checks every length against the header and against upper bounds
+before it allocates memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.trajectory.masks import EncodedMasks, check_masks
 from asyncmoe.trajectory.native import Buffer, crc32c
 from asyncmoe.trajectory.routes import Routes, check_routes
-from asyncmoe.trajectory.trajectory import ARRAYS, OPTIONAL, Trajectory
+from asyncmoe.trajectory.trajectory import ARRAYS, OPTIONAL, TOP, Trajectory
 
 MAX_TOKENS = 1 << 20
 MAX_HEADER_BYTES = 64 << 10
@@ -44,6 +44,12 @@ class _MasksSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: int
 
 
+class _TopSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: int
+    width: int
+    digest: int
+
+
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     group: int
@@ -58,22 +64,23 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: int
     routes: _RoutesSpec | None = None
     masks: _MasksSpec | None = None
+    top: _TopSpec | None = None
     branch: int = 0
     parent: int = 0
     forked: int = 0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-_PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("arrays", "digest", "routes", "masks"))
+_PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("arrays", "digest", "routes", "masks", "top"))
 """The fields of a trajectory that the header contains unchanged."""
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
-    """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then routes and masks. Does not copy contiguous arrays.
+    """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then `top`, routes and masks. Copies no contiguous array.
 
     Raises:
-        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or routes or masks have a wrong number of tokens:
-            `decode` would refuse such frames.
+        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or `top`, routes or masks have a wrong number of tokens;
+            no decoder would accept it.
     """
     dtypes = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if getattr(trajectory, n) is not None}
     arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in dtypes}
@@ -82,8 +89,11 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
             raise ProtocolError(
                 f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},) and at least one token"
             )
-    r, m = trajectory.routes, trajectory.masks
-    for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory))):
+    r, m, t = trajectory.routes, trajectory.masks, trajectory.top
+    data: Buffer = b"" if t is None else np.ascontiguousarray(t).reshape(-1).view(np.uint8).data
+    top = None if t is None else _TopSpec(t.shape[0], t.shape[1], crc32c(data))
+    sampled = int(trajectory.loss_mask.sum())
+    for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory)), ("top", top, sampled)):
         if part is not None and part.rows != rows:
             raise ProtocolError(f"trajectory {trajectory.key} {name}: got {part.rows} rows, expected {rows}")
     digest = 0
@@ -96,32 +106,34 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         digest=digest,
         routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
         masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
+        top=top,
     )
-    record: tuple[Buffer, Buffer] = (b"" if r is None else r.planes, b"" if m is None else m.data)
+    record: tuple[Buffer, ...] = (data, b"" if r is None else r.planes, b"" if m is None else m.data)
     every: list[Buffer] = [arrays[n].data.cast("B") if n in arrays else b"" for n in (*ARRAYS, *OPTIONAL)]
     return [msgspec.msgpack.encode(header), *every, *record]
 
 
 def part(frames: Sequence[Buffer], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
-    """Keep only a part of the routes and masks in a trajectory's frames (`encode`). Does not copy consecutive layers.
+    """Keep only a part of what was recorded in a trajectory's frames (`encode`). Does not copy consecutive layers.
 
     Args:
         frames: the result of `encode`; must be trusted.
         layers: numbers of the layers whose routes are kept, ascending; None: all. No effect on a trajectory without routes.
-        masks: whether masks are kept.
+        masks: whether masks and `top` are kept.
 
     Raises:
         ProtocolError: the trajectory has routes, but not of every layer in `layers`.
     """
     if layers is None and masks:
         return list(frames)
-    head, *arrays, routes_frame, masks_frame = frames
+    head, *arrays, top_frame, routes_frame, masks_frame = frames
     header = msgspec.msgpack.decode(head, type=_Header)
     spec = header.routes
     if layers is not None and spec is not None:
         routes_frame, spec = _layers_of(header, spec, memoryview(routes_frame).cast("B"), layers)
-    header = msgspec.structs.replace(header, routes=spec, masks=header.masks if masks else None)
-    return [msgspec.msgpack.encode(header), *arrays, routes_frame, masks_frame if masks else b""]
+    header = msgspec.structs.replace(header, routes=spec, masks=header.masks if masks else None, top=header.top if masks else None)
+    last = (top_frame, routes_frame, masks_frame) if masks else (b"", routes_frame, b"")
+    return [msgspec.msgpack.encode(header), *arrays, *last]
 
 
 def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: Sequence[int]) -> tuple[Buffer, _RoutesSpec]:
@@ -139,7 +151,7 @@ def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: S
 
 def frames_in(trajectory_count: int) -> int:
     """Return the number of frames that `encode` makes for `trajectory_count` trajectories."""
-    return trajectory_count * (1 + len(ARRAYS) + len(OPTIONAL) + 2)
+    return trajectory_count * (1 + len(ARRAYS) + len(OPTIONAL) + 3)
 
 
 def decode(frames: Sequence[Buffer]) -> Trajectory:
@@ -150,7 +162,7 @@ def decode(frames: Sequence[Buffer]) -> Trajectory:
     """
     if len(frames) != frames_in(1):
         raise ProtocolError(f"trajectory: got {len(frames)} frames, expected {frames_in(1)}")
-    head, *views, routes_frame, masks_frame = (memoryview(frame).cast("B") for frame in frames)
+    head, *views, top_frame, routes_frame, masks_frame = (memoryview(frame).cast("B") for frame in frames)
     if len(head) > MAX_HEADER_BYTES:
         raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {MAX_HEADER_BYTES}")
     try:
@@ -159,7 +171,8 @@ def decode(frames: Sequence[Buffer]) -> Trajectory:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
     known: dict[str, Any] = {name: getattr(header, name) for name in _PLAIN} | _read_arrays(header, views)
-    return Trajectory(**known, routes=_read_routes(header, routes_frame), masks=_read_masks(header, masks_frame))
+    top = _read_top(header, int(known["loss_mask"].sum()), top_frame)
+    return Trajectory(**known, routes=_read_routes(header, routes_frame), masks=_read_masks(header, masks_frame), top=top)
 
 
 def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.ndarray]:
@@ -216,6 +229,16 @@ def _read_masks(header: _Header, frame: memoryview) -> EncodedMasks | None:
     masks = EncodedMasks(spec.rows, spec.ids, spec.vocabulary, spec.digest, frame.toreadonly())
     check_masks(masks, header.key)
     return masks
+
+
+def _read_top(header: _Header, sampled: int, frame: memoryview) -> np.ndarray | None:
+    spec = header.top
+    if spec is None:
+        _expect_empty(header, "top", frame)
+        return None
+    if spec.rows != sampled or not 0 < len(frame) == spec.rows * spec.width * TOP.itemsize or crc32c(frame) != spec.digest:
+        raise ProtocolError(f"trajectory {header.key}: got top of {spec.rows} tokens in {len(frame)} bytes, expected {sampled} of {spec}")
+    return np.frombuffer(frame.toreadonly(), TOP).reshape(spec.rows, spec.width)
 
 
 def _expect_empty(header: _Header, name: str, frame: memoryview) -> None:

@@ -19,6 +19,8 @@ ARRAYS = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<
 """Required arrays over T tokens, with their dtypes."""
 OPTIONAL = {"rewards": "<f4", "teacher": "<f4"}
 """Optional arrays over T tokens, with their dtypes."""
+TOP = np.dtype([("logprob", "<f4"), ("id", "<i4")])
+"""An element of `Trajectory.top`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class Trajectory:
         seconds: duration of each stage of this trajectory, by name.
         routes: the experts of the first T - 1 tokens (the last token has not passed through the model), if recorded.
         masks: the ids from which each of the T tokens was sampled, if recorded.
+        top: TOP[n, K], if recorded: the K ids that were most probable at each of the n tokens in `loss_mask`, with log-probabilities like
+            `logprobs`: -inf for an id outside the token's mask.
         rewards: float32[T], if steps were rewarded: the reward of each step at its last token, NaN at all other tokens. (A step with
             reward 0 counts in its group's mean.)
         teacher: float32[T], if there is a teacher: its log-probability in nats of each sampled token, over its whole vocabulary; 0
@@ -71,6 +75,7 @@ class Trajectory:
     seconds: dict[str, float] = field(default_factory=dict)
     routes: Routes | None = None
     masks: EncodedMasks | None = None
+    top: np.ndarray | None = None
     rewards: np.ndarray | None = None
     teacher: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -102,6 +107,7 @@ class Recording:
         vocabulary: size of the vocabulary; None: token ids are not checked.
         rewards: whether steps have rewards.
         teacher: whether a teacher supplies log-probabilities.
+        top: number of most probable ids recorded at every sampled token; 0: none.
     """
 
     routing: Routing | None = None
@@ -109,6 +115,7 @@ class Recording:
     vocabulary: int | None = None
     rewards: bool = False
     teacher: bool = False
+    top: int = 0
 
 
 NOTHING = Recording()

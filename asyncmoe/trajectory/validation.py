@@ -7,7 +7,7 @@ import numpy as np
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory.masks import EncodedMasks, decode_masks, token_outside
 from asyncmoe.trajectory.routes import Routes, Routing, check_routes
-from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, Recording, Trajectory
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, TOP, Recording, Trajectory
 
 
 def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:
@@ -22,8 +22,8 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
             log-probability, the teacher's included, is not finite or is positive; a reward is not finite; a token that was not sampled has
             a step reward, a teacher's log-probability or a version; only some sampled tokens have versions (a demonstration has none at
             all), or a version is from the future; required routes, masks, step rewards or teacher's log-probabilities are missing; routes
-            do not fit `recording.routing`; a token that another path trains counts as sampled; a token is not among the ids from which it
-            was sampled; routes or masks are corrupted.
+            are of other layers; a token that another path trains counts as sampled; a token is not among the ids from which it was
+            sampled; routes or masks are corrupted; most probable ids are missing, of another number, or not ids with log-probabilities.
     """
     t = trajectory
     _validate_arrays(t)
@@ -81,12 +81,16 @@ def _validate_record(t: Trajectory, recording: Recording) -> None:
             raise TrajectoryRejected("no_routes", f"{t.key}: routing is recorded, but the trajectory has no routes")
         if t.masks is None and recording.masks:
             raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are recorded, but the trajectory has none")
+        if t.top is None and recording.top:
+            raise TrajectoryRejected("no_top", f"{t.key}: the {recording.top} most probable ids are recorded, but the trajectory has none")
         if recording.rewards and (t.rewards is None or (np.isnan(t.rewards).all() and not t.forked)):
             raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but the trajectory has none")
         if recording.teacher and t.teacher is None:
             raise TrajectoryRejected(
                 "no_teacher", f"{t.key}: objective.distill needs teacher log-probabilities, but the trajectory has none"
             )
+    if t.top is not None:
+        _validate_top(t, t.top, recording)
     try:
         if t.routes is not None:
             _validate_routes(t, t.routes, recording.routing)
@@ -118,6 +122,15 @@ def _validate_routes(t: Trajectory, routes: Routes, routing: Routing | None) -> 
         detail = f"got routes of {len(routes.layers)} layers, top {routes.top_k} of {routes.experts} experts, expected {routing}"
         raise TrajectoryRejected("routes_wrong_layers", f"{t.key}: {detail}")
     check_routes(routes, t.key)
+
+
+def _validate_top(t: Trajectory, top: np.ndarray, recording: Recording) -> None:
+    expected = (int(t.loss_mask.sum()), recording.top or top.shape[-1])
+    if top.dtype != TOP or top.shape != expected:
+        raise TrajectoryRejected("length_mismatch", f"{t.key}: got top {top.dtype}{top.shape}, expected {expected}")
+    ids = top["id"]
+    if (ids < 0).any() or (recording.vocabulary is not None and (ids >= recording.vocabulary).any()) or not (top["logprob"] <= 1e-4).all():
+        raise TrajectoryRejected("bad_top", f"{t.key}: expected ids of the vocabulary of {recording.vocabulary}, log-probabilities <= 0")
 
 
 def _validate_masks(t: Trajectory, encoded: EncodedMasks, recording: Recording) -> None:

@@ -54,7 +54,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     batches = parity.packed(known, job.schedule, config, place, weights, routing=replay.routing)
     logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE, replay)
     adam = optimizer.build(config, built)
-    stepped = step.train_step(built, adam, batches, losses.SupervisedLoss(case.TEMPERATURE), lr=0.0, replay=replay)
+    stepped = step.train_step(built, adam, batches, WithTop(case.TEMPERATURE), lr=0.0, replay=replay)
     unkept = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
     wanted = job.reference["logprobs"]
     found = {
@@ -77,6 +77,14 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         "sampled_digests": float(sum(one["digest"] != digest_of(known[i].tokens, known[i].logprobs) for i, one in samples.items())),
         "biases": balanced(built, adam, batches, known, replay, place) if built.config.moe_router_enable_expert_bias else 0.0,
     }
+
+
+class WithTop(losses.SupervisedLoss):
+    """Adds the log-probabilities of the most probable ids, each weighted by what was recorded."""
+
+    def __call__(self, logprobs: Any, batch: Any, unmasked: Any, top: Any = None) -> Any:
+        loss, sums = super().__call__(logprobs, batch, unmasked)
+        return loss + (0.0 if top is None else ((batch.top_logprobs.t().exp() * top).sum(1) * batch.weights).sum()), sums
 
 
 def sampled(

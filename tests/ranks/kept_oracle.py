@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncmoe.models import family_of
-from asyncmoe.trajectory import Routing, Trajectory, encode, encode_masks, encode_routes
+from asyncmoe.trajectory import TOP, Routing, Trajectory, encode, encode_masks, encode_routes
 from tests import families
 from tests.ranks import case
 from tests.ranks.oracle import _logits, _save_gradients
@@ -55,7 +55,8 @@ def write(path: Path, variant: str) -> None:
         logprobs.append(over_support(logits[-1], trajectory))
     rows = sum(len(t) - 1 for t in batch)
     mask = torch.from_numpy(np.concatenate([t.loss_mask for t in batch]))
-    loss = -torch.cat(logprobs)[mask].mean()
+    mean = [(torch.from_numpy(np.exp(t.top["logprob"])) * over_top(of, t)).sum() for of, t in zip(logits, batch, strict=True)]
+    loss = (sum(mean) - torch.cat(logprobs)[mask].sum()) / mask.sum()
     loss.backward()
     _save_gradients(model, path / "kept")
     behaviour = [values.detach().numpy() for values in logprobs]
@@ -111,7 +112,7 @@ def shares(gate: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def trajectories(recorded: list[np.ndarray], routing: Routing) -> list[Trajectory]:
-    """The case's, with these routes, and with masks on all sampled tokens but every fifth."""
+    """The case's, with these routes, with further ids of all sampled tokens, and with masks on all but every fifth."""
     random = np.random.default_rng(6)
     made = []
     for i, plain in case.trajectories([np.zeros(n, np.float32) for n in case.LENGTHS]).items():
@@ -122,18 +123,33 @@ def trajectories(recorded: list[np.ndarray], routing: Routing) -> list[Trajector
         reported = np.zeros((len(recorded[i]), routing.all_layers, routing.top_k), np.int32)  # as an engine does, of all layers
         reported[:, list(routing.layers)] = recorded[i]
         packed = encode_routes(reported, routing, plain.key)
-        made.append(replace(plain, routes=packed, masks=encode_masks(masks_of(supports, case.VOCAB), plain.key)))
+        top = np.zeros((int(plain.loss_mask.sum()), 4), TOP)
+        top["id"] = np.argsort(random.random((len(top), case.VOCAB)), axis=1)[:, :4]
+        top["logprob"] = -random.exponential(1.0, top.shape)
+        made.append(replace(plain, routes=packed, masks=encode_masks(masks_of(supports, case.VOCAB), plain.key), top=top))
     return made
 
 
 def over_support(logits: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
     """float[T]: of each token given those before it, over its ids; 0 for the first."""
+    rows = range(1, len(trajectory))
+    values = [row[int(trajectory.tokens[place])] for place, row in zip(rows, normalised(logits, trajectory, rows), strict=True)]
+    return torch.stack([torch.zeros(()), *values])
+
+
+def over_top(logits: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
+    """float[n, K]: of the most probable ids at the sampled tokens, over the token's ids."""
+    rows = normalised(logits, trajectory, np.flatnonzero(trajectory.loss_mask))
+    return torch.stack([row[ids.tolist()] for row, ids in zip(rows, trajectory.top["id"], strict=True)])
+
+
+def normalised(logits: torch.Tensor, trajectory: Trajectory, places: Iterable[int]) -> list[torch.Tensor]:
+    """The logits of the tokens at these places, divided by the temperature, minus the log-normaliser over the token's ids."""
     from asyncmoe.trajectory import decode_masks
 
-    masks = decode_masks(trajectory.masks, trajectory.key)
-    values = [torch.zeros(())]
-    for place in range(1, len(trajectory)):
+    masks, found = decode_masks(trajectory.masks, trajectory.key), []
+    for place in places:
         row = logits[place - 1] / case.TEMPERATURE
         ids = torch.from_numpy(masks.ids[masks.offsets[place] : masks.offsets[place + 1]].astype(np.int64))
-        values.append(row[int(trajectory.tokens[place])] - (row[ids] if len(ids) else row).logsumexp(0))
-    return torch.stack(values)
+        found.append(row - (row[ids] if len(ids) else row).logsumexp(0))
+    return found

@@ -117,13 +117,13 @@ def drawn(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_over_a_support_they_are_those_of_log_softmax_of_what_is_left(
     rows: int, vocabulary: int, seed: int, temperature: float, ids: int
 ) -> None:
-    """Both over supports and over the whole vocabulary, with a gradient of their own each."""
+    """Both over supports and over the whole vocabulary, and of further ids, with a gradient of their own each."""
     hidden, weight = layer(rows, vocabulary, seed)
     targets, kept = drawn(rows, vocabulary)
-    upstream = torch.randn(2, rows)
+    upstream, top, of_top = torch.randn(2, rows), torch.randint(0, vocabulary, (rows, 3)), torch.randn(rows, 3)
     with blocks_of(ids):
-        got = target_logprobs(hidden, weight, targets, temperature, None, supports(kept), entropy=True)
-        gradients = torch.autograd.grad((got.sampled, got.whole), (hidden, weight), tuple(upstream))
+        got = target_logprobs(hidden, weight, targets, temperature, None, supports(kept), entropy=True, top=top)
+        gradients = torch.autograd.grad((got.sampled, got.whole, got.top), (hidden, weight), (*upstream, of_top))
         bare = target_logprobs(hidden, weight, targets, temperature, None, entropy=True)
         of_bare = torch.autograd.grad(bare.sampled, (hidden, weight), upstream[0])
     logits = hidden @ weight.t() / temperature
@@ -136,7 +136,9 @@ def test_over_a_support_they_are_those_of_log_softmax_of_what_is_left(
     assert bare.whole is None
     for one in (got, bare):
         torch.testing.assert_close(one.entropy, -(full.exp() * full).sum(dim=1).detach(), atol=1e-5, rtol=1e-5)
-    wanted = torch.autograd.grad((sampled, whole), (hidden, weight), tuple(upstream), retain_graph=True)
+    at = logits.gather(1, top) - logits.gather(1, targets[:, None]) + sampled[:, None]
+    torch.testing.assert_close(got.top, at, atol=2e-5, rtol=1e-5)
+    wanted = torch.autograd.grad((sampled, whole, at), (hidden, weight), (*upstream, of_top), retain_graph=True)
     of_whole = torch.autograd.grad(whole, (hidden, weight), upstream[0])
     for mine, other in zip((*gradients, *of_bare), (*wanted, *of_whole), strict=True):
         torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -29,8 +30,14 @@ def whole(answer: Mapping[str, Any]) -> bytes:
 
 def as_plain(given: Generation) -> list[Any]:
     routes = None if given.routes is None else bytes(given.routes)
-    arrays = given.tokens, given.logprobs, *(() if given.masks is None else (given.masks.counts, given.masks.ids))
-    return [given.spans, given.finish, given.cached_tokens, routes, *((array.dtype.str, array.tobytes()) for array in arrays)]
+    arrays = given.tokens, given.logprobs, *(() if given.masks is None else (given.masks.counts, given.masks.ids)), given.top
+    return [
+        given.spans,
+        given.finish,
+        given.cached_tokens,
+        routes,
+        *((array.dtype.str, array.tobytes()) for array in arrays if array is not None),
+    ]
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -41,10 +48,10 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, mask
     if masked:
         masks = [[token, 1, 5][: 1 + token % 3] for token in tokens]
         more = {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": logprobs}
-    answer, recording = reply(tokens, logprobs, routes, **more), MASKED if masked else PLAIN
-    with np.errstate(over="ignore"):
-        body = whole(answer)
-    assert as_plain(response("e", packed_answer(body), recording)) == as_plain(read(answer, recording))
+    more["output_top_logprobs"] = [[[value, token, None], [value, 7, None]] for token, value in entries]
+    answer, recording = reply(tokens, logprobs, routes, **more), replace(MASKED if masked else PLAIN, top=2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert as_plain(response("e", packed_answer(whole(answer)), recording)) == as_plain(read(answer, recording))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +81,7 @@ def test_damaged_answers() -> None:
     """Cut anywhere, or with bytes of any value anywhere, an answer is refused or is an answer of consistent sizes."""
     random = Random(0)
     more = {"output_token_sampling_mask": [[1, 2], [2, 70000, 3]], "output_token_sampling_logprobs": [-0.125, -1.25e-5]}
+    more["output_top_logprobs"] = [[[-0.5, 1, None]], [[-0.25, 3, None]]]
     body = whole(reply([1, 2], [-0.5, -2.25], b"routes", **more))
     for size in range(len(body)):
         with pytest.raises(REFUSED):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncmoe.config.rollout import Interruption
@@ -17,6 +19,7 @@ from asyncmoe.log.turns import EpisodeId, Turns
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
+from asyncmoe.trajectory import TOP
 from tests.unit.log_lives import Home
 
 KEY = EpisodeId(0, 0, 0)
@@ -43,7 +46,8 @@ class Scripted:
         if listener is not None:
             listener.hear(made)
         spans = (VersionSpan(str(len(self.asked)), 0, len(made)),)
-        return PooledGeneration(Generation.of(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]]), len(self.asked))
+        answer = Generation.of(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]])
+        return PooledGeneration(replace(answer, top=np.full((len(made), 2), (-0.5, 7), TOP)), len(self.asked))
 
 
 def answered(
@@ -69,7 +73,7 @@ def everything(turns: Sequence[Turn]) -> list[Any]:
     found: list[Any] = []
     for turn in turns:
         g = turn.generation
-        arrays = g.tokens, g.logprobs, *(() if g.masks is None else (g.masks.counts, g.masks.ids))
+        arrays = g.tokens, g.logprobs, *(() if g.masks is None else (g.masks.counts, g.masks.ids)), g.top
         found.append((turn.given, turn.salt, g.spans, g.finish, g.cached_tokens, g.routes, [(str(a.dtype), a.tolist()) for a in arrays]))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,18 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None) -> N
         assert got.masks.counts.tolist() == list(map(len, lists))
 
 
+def test_most_probable_ids_are_over_the_mask_from_which_the_token_was_sampled() -> None:
+    """0.5, 0.3 and 0.1 of the vocabulary: of the mask {3, 5}, the ids have 0.625 and 0.375; of {4}, the only id has 1."""
+    logs = np.log([0.5, 0.3, 0.1]).tolist()
+    rows = [[[value, id, None] for value, id in zip(logs, ids, strict=True)] for ids in ((3, 5, 4), (4, 3, 5))]
+    masks = {"output_token_sampling_mask": [[5, 3], [4]], "output_token_sampling_logprobs": [np.log(0.375), 0.0]}
+    given = reply([5, 4], [logs[1], logs[0]], output_top_logprobs=rows, **masks)
+    plain, masked = (read(given, replace(one, top=3)).top for one in (PLAIN, MASKED))
+    assert plain["id"].tolist() == masked["id"].tolist() == [[3, 5, 4], [4, 3, 5]]
+    np.testing.assert_allclose(np.exp(plain["logprob"]), [[0.5, 0.3, 0.1]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(np.exp(masked["logprob"]), [[0.625, 0.375, 0], [1, 0, 0]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("recording", "wrong"),
     [
@@ -74,6 +87,8 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None) -> N
         (PLAIN, {"weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 0, "end": 2}]}),
         (PLAIN, {"finish_reason": {"type": "abort", "message": "out of memory", "status_code": 500}}),
         (MASKED, {}),
+        (Recording(top=1), {}),
+        (Recording(top=1), {"output_top_logprobs": [[[-0.5, 1, None]]]}),
         (MASKED, {"output_token_sampling_logprobs": [-0.5]}),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -166,6 +167,13 @@ def test_a_request_that_is_aborted_in_the_queue_repeats_itself(known: Tokenizer)
     assert b'"output_ids":[%d],' % c in last
     made, _, _ = streamed(known, [part([a, b], 2), last])
     assert made.tokens.tolist() == [a, b, c]
+
+    rows, parts = [[[-0.5, a, None]], [[-0.25, b, None]], [[-0.75, c, None]]], Parts("e")
+    for piece in (part([a, b], 2, output_top_logprobs=rows[:2]), part([a, b, c], 3, **END, output_top_logprobs=rows)):
+        parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=StreamPart))
+    top = response("e", parts.whole(), Recording(top=1)).top
+    assert top.tolist() == [[(-0.5, a)], [(-0.25, b)], [(-0.75, c)]]
+    assert cut(replace(made, top=top), 2, 1).top.tolist() == top[:2].tolist()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from asyncmoe.trajectory import (
     ARRAYS,
     NOT_SAMPLED,
     OPTIONAL,
+    TOP,
     EncodedMasks,
     Recording,
     Routes,
@@ -45,12 +46,13 @@ NONE = np.nan
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 60))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    loss_mask = random.random(length) < 0.5
     return Trajectory(
         key=draw(st.text(max_size=30)),
         group=draw(st.integers(0, 2**63 - 1)),
         episode=draw(st.integers(0, 2**31)),
         tokens=random.integers(INT32.min, INT32.max, length, dtype=np.int32, endpoint=True),
-        loss_mask=random.random(length) < 0.5,
+        loss_mask=loss_mask,
         logprobs=random.standard_normal(length).astype(np.float32),
         versions=random.integers(-1, 9, length, dtype=np.int32),
         reward=draw(st.floats(allow_nan=False)),
@@ -62,9 +64,15 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3)),
         routes=record_routes(random, length - 1) if draw(st.booleans()) else None,
         masks=record_masks(random, length) if draw(st.booleans()) else None,
+        top=top_of(*-random.random((loss_mask.sum(), 3))) if draw(st.booleans()) and loss_mask.any() else None,
         rewards=step_rewards(random, length) if draw(st.booleans()) else None,
         teacher=random.standard_normal(length).astype(np.float32) if draw(st.booleans()) else None,
     )
+
+
+def top_of(*rows: Any) -> np.ndarray:
+    """Of tokens with these log-probabilities of the ids 7, 8, ..."""
+    return np.array([[(value, id) for id, value in enumerate(row, 7)] for row in rows], TOP)
 
 
 def step_rewards(random: np.random.Generator, length: int) -> np.ndarray:
@@ -110,7 +118,7 @@ def test_round_trip(trajectory: Trajectory) -> None:
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(1, 8), st.data())
+@given(trajectories(), st.integers(1, frames_in(1) - 1), st.data())
 def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, data: st.DataObject) -> None:
     frames = [bytearray(f) for f in encode(trajectory)]
     assume(frames[which])
@@ -121,7 +129,7 @@ def test_any_changed_array_byte_is_refused(trajectory: Trajectory, which: int, d
 
 
 @settings(deadline=None)
-@given(trajectories(), st.integers(0, 8), st.integers(-3, 3).filter(bool))
+@given(trajectories(), st.integers(0, frames_in(1) - 1), st.integers(-3, 3).filter(bool))
 def test_any_changed_frame_length_is_refused(trajectory: Trajectory, which: int, by: int) -> None:
     frames = [bytes(f) for f in encode(trajectory)]
     assume(by > 0 or frames[which])
@@ -245,6 +253,7 @@ def test_what_is_wrong_although_the_digest_is_right_is_refused(frame: int, conte
         make(teacher=np.zeros(4, np.int32)),
         make(routes=routes_of(4)),
         make(masks=masks_of([[7]])),
+        make(top=top_of([-1.0])),
         make(**{n: np.zeros(0, d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))}),
     ],
 )
@@ -296,6 +305,9 @@ FLIPPED = dataclasses.replace(routes_of(3), planes=PLANES[:-1] + bytes([PLANES[-
         ({"masks": masks_of([[], [6], [7], [8]])}, "bad_mask"),
         ({"masks": masks_of([[], [], [7], [1, 2]])}, "mask_without_token"),
         ({"masks": dataclasses.replace(masks_of([[], [], [7], [8]]), ids=3)}, "damaged_record"),
+        ({"top": top_of([-1.0])}, "length_mismatch"),
+        ({"top": top_of([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])}, "bad_top"),
+        *(({"top": top_of([-1.0], [wrong])}, "bad_top") for wrong in (0.5, np.nan)),
         ({"versions": sampled([-1, -1, 3, 4], "i4")}, "version_from_future"),
     ],
 )
@@ -329,8 +341,9 @@ def test_oldest_version_and_purity() -> None:
     assert not make().is_pure
 
 
-KEPT = {"routes": routes_of(3), "masks": masks_of([[], [], [7], [8]]), "rewards": whole().rewards, "teacher": whole().teacher}
-RECORDED = Recording(ROUTING, masks=True, vocabulary=9)
+TOPS = top_of([-0.5, -2.0], [-0.1, -np.inf])
+KEPT = {"top": TOPS, "routes": routes_of(3), "masks": masks_of([[], [], [7], [8]]), "rewards": whole().rewards, "teacher": whole().teacher}
+RECORDED = Recording(ROUTING, masks=True, vocabulary=9, top=2)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +352,8 @@ RECORDED = Recording(ROUTING, masks=True, vocabulary=9)
         (RECORDED, {"routes": None}, "no_routes"),
         (RECORDED, {"masks": None}, "no_mask"),
         (RECORDED, {"masks": masks_of([[], [], [7], []])}, "no_mask"),
+        (RECORDED, {"top": None}, "no_top"),
+        (RECORDED, {"top": TOPS[:, :1]}, "length_mismatch"),
         (Recording(rewards=True), {"rewards": None}, "no_step_rewards"),
         (Recording(rewards=True), {"rewards": sampled([NONE] * 4, "f4")}, "no_step_rewards"),
         (Recording(teacher=True), {"teacher": None}, "no_teacher"),
@@ -356,18 +371,19 @@ def test_what_is_needed_is_demanded_of_what_was_sampled(needs: Recording, change
 def test_a_part_of_what_was_recorded_travels_alone() -> None:
     routing = Routing(all_layers=5, layers=(0, 1, 3, 4), top_k=2, experts=5)
     random = distinct(np.random.default_rng(0), 3, 5, 2, 5)
-    whole = make(routes=encode_routes(random, routing, "t"), masks=masks_of([[], [], [7], [8]]))
+    whole = make(routes=encode_routes(random, routing, "t"), masks=masks_of([[], [], [7], [8]]), top=TOPS)
     frames = encode(whole)
     for layers in ((), (0,), (1, 3), (0, 4), (0, 1, 3, 4)):
         got = decode(part(frames, layers, masks=False))
-        assert got.masks is None
+        assert got.masks is got.top is None
         assert got.routes.layers == layers
         np.testing.assert_array_equal(decode_routes(got.routes, "t"), random[:, list(layers)].transpose(1, 0, 2))
         np.testing.assert_array_equal(got.tokens, whole.tokens)
-    assert sum(memoryview(f).nbytes for f in part(frames, (3, 4))[7:8]) * 2 == sum(memoryview(f).nbytes for f in frames[7:8])
+    assert sum(memoryview(f).nbytes for f in part(frames, (3, 4))[8:9]) * 2 == sum(memoryview(f).nbytes for f in frames[8:9])
     again = decode(part(frames))
     assert again.routes is not None
     assert again.masks is not None
+    assert again.top.tobytes() == TOPS.tobytes()
     assert decode(part(encode(make()), (0,))).routes is None
     for wrong in ((2,), (1, 0), (1, 1)):
         with pytest.raises(ProtocolError, match="to send, expected some of"):
@@ -378,12 +394,13 @@ def test_a_part_of_what_was_recorded_travels_alone() -> None:
     ("part", "change"),
     [
         *(("routes", change) for change in ({"rows": 2}, {"layers": [1, 3]}, {"digests": [1, 2]}, {"experts": 2**62}, {"more": 1})),
+        *(("top", change) for change in ({"rows": 1}, {"width": 1}, {"rows": -2, "width": -2}, {"digest": -1})),
         *(("masks", change) for change in ({"rows": 3}, {"ids": 3}, {"vocabulary": 8}, {"digest": -1})),
     ],
 )
 def test_a_header_that_lies_about_a_record_is_refused(part: str, change: dict[str, Any]) -> None:
     """All that may be wrong: test_record_routes.py, test_record_masks.py."""
-    frames = encode(make(routes=routes_of(3), masks=masks_of([[], [], [7], [8]])))
+    frames = encode(make(routes=routes_of(3), masks=masks_of([[], [], [7], [8]]), top=TOPS))
     header = msgspec.msgpack.decode(frames[0])
     header[part] |= change
     with pytest.raises(ProtocolError, match=r"g0\.e0|header"):
@@ -395,7 +412,7 @@ LONGER = {name: np.append(getattr(make(), name), getattr(make(), name)[-1:]) for
 
 @pytest.mark.parametrize(
     ("longer", "part", "frame"),
-    [(make(**LONGER, routes=routes_of(4)), "routes", 7), (make(**LONGER, masks=masks_of([[]] * 5)), "masks", 8)],
+    [(make(**LONGER, routes=routes_of(4)), "routes", 8), (make(**LONGER, masks=masks_of([[]] * 5)), "masks", 9)],
 )
 def test_a_whole_record_of_another_trajectory_is_refused(longer: Trajectory, part: str, frame: int) -> None:
     frames, others = encode(make()), encode(longer)

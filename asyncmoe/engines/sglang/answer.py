@@ -16,7 +16,7 @@ import numpy as np
 from asyncmoe.engines.types import ABORTED, Generation, IdLists, VersionSpan
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, AnswerHead
-from asyncmoe.trajectory import Buffer, Recording
+from asyncmoe.trajectory import TOP, Buffer, Recording
 
 Entry = tuple[float | None, int, str | None]
 """A log-probability in nats, its token, and the token's text."""
@@ -39,6 +39,7 @@ class GenerateAnswer:
         logprobs: float32[R], their log-probabilities, NaN for null.
         masks: the ids that each token was sampled from, if requested.
         mask_logprobs: float32[R], log-probabilities of the tokens, normalised over these ids.
+        top: TOP[R K], all tokens' most probable ids in turn, over the whole vocabulary, if requested.
     """
 
     tokens: np.ndarray
@@ -49,6 +50,7 @@ class GenerateAnswer:
     routes: Buffer | None
     masks: IdLists | None
     mask_logprobs: np.ndarray | None
+    top: np.ndarray | None
 
 
 def packed_answer(body: Buffer) -> GenerateAnswer:
@@ -65,7 +67,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         raise ValueError(f"got {magic!r} at the beginning, expected {MAGIC!r}")
     at = BEGIN.size + size
     head = msgspec.json.decode(view[BEGIN.size : at], type=AnswerHead)
-    tokens, logprobs, counts, ids, mask_logprobs, routes = _parts(view, at, head.counts)
+    tokens, logprobs, counts, ids, mask_logprobs, top, routes = _parts(view, at, head.counts)
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
         raise ValueError("output_token_logprobs: got none, or not as many as output_ids, expected one for each id")
     masks = None
@@ -73,8 +75,8 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
             raise ValueError("output_token_sampling_mask: got lists whose lengths do not add up to the number of ids")
         masks = IdLists(counts, ids)
-        if routes is not None:
-            routes = routes.copy()  # a queued trajectory keeps its routes: a view would keep the masks, which may be larger, in memory too
+    if routes is not None and (masks is not None or top is not None):
+        routes = routes.copy()  # a queued trajectory keeps its routes: a view would keep the rest, which may be larger, in memory too
     return GenerateAnswer(
         tokens,
         logprobs,
@@ -84,6 +86,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         None if routes is None else routes.data,
         masks,
         mask_logprobs,
+        top,
     )
 
 
@@ -127,7 +130,29 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
         values = np.zeros(0, np.float32) if given.mask_logprobs is None else given.mask_logprobs
         if len(values) != size:
             raise EngineError(f"{name}: got {len(values)} log-probabilities over sampling masks, expected {size}")
-    return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
+    top = None
+    if recording.top:
+        if given.top is None or len(given.top) != size * recording.top:
+            got = "no" if given.top is None else len(given.top)
+            raise EngineError(f"{name}: got {got} most probable ids, expected {recording.top} for each of {size} tokens")
+        top = given.top.view(TOP).reshape(size, recording.top)
+        if recording.masks and given.masks is not None and len(given.masks) == size:
+            top = _over_masks(top, values - given.logprobs, given.masks)
+    rest = given.finish.type, given.cached_tokens, given.routes, given.masks, top
+    return Generation(given.tokens, values, tuple(given.spans), *rest)
+
+
+def _over_masks(top: np.ndarray, shift: np.ndarray, masks: IdLists) -> np.ndarray:
+    """Return TOP[R, K] over sampling masks, from those over the whole vocabulary: a mask keeps the proportions of its ids.
+
+    Args:
+        shift: float32[R], log-probability of each sampled token over its mask minus that over the whole vocabulary.
+    """
+    row = np.arange(len(top)) << 32
+    inside = np.isin(row[:, None] + top["id"], np.repeat(row, masks.counts) + masks.ids)
+    made = top.copy()
+    made["logprob"] = np.where(inside, top["logprob"] + shift[:, None], -np.inf)
+    return made
 
 
 def floats(values: Sequence[float | None]) -> np.ndarray:

@@ -60,6 +60,7 @@ def request_body(tokens: Tokens, sampling: Sampling, salt: str, routed: int, ada
     return {
         "input_ids": tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens),
         "return_logprob": True,
+        "top_logprobs_num": recording.top,
         "return_sampling_mask": recording.masks,
         "return_routed_experts": recording.routing is not None,
         "routed_experts_start_len": routed if recording.routing is not None else 0,

@@ -16,6 +16,7 @@ import numpy as np
 from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, floats
 from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang.packed_answers import pairs
 from asyncmoe.trajectory import Buffer
 
 
@@ -28,6 +29,7 @@ class _PartMeta(msgspec.Struct, frozen=True):
     routed_experts: bytes | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
+    output_top_logprobs: list[list[Entry]] | None = None
 
 
 class StreamPart(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ class Parts:
         self._entries: list[Entry] = []
         self._masks: list[list[int]] | None = None
         self._mask_logprobs: list[float] = []
+        self._top: list[list[Entry]] | None = None
         self._last: _PartMeta | None = None
 
     def add(self, part: StreamPart) -> Sequence[int]:
@@ -73,6 +76,8 @@ class Parts:
             self._masks = self._masks or []
             self._masks += meta.output_token_sampling_mask
         self._mask_logprobs += meta.output_token_sampling_logprobs or ()
+        if meta.output_top_logprobs is not None:
+            self._top = (self._top or []) + meta.output_top_logprobs[before if repeats else 0 :]
         if meta.finish_reason is not None:
             self._last = meta
         return [entry[1] for entry in entries]
@@ -89,11 +94,12 @@ class Parts:
         try:
             tokens = np.array([token for _, token, _ in self._entries], np.int32)
             masks = None if self._masks is None else IdLists.of(self._masks)
+            top = None if self._top is None else pairs(self._top)
         except (ValueError, OverflowError) as error:
             raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
         logprobs, values = floats([value for value, _, _ in self._entries]), floats(self._mask_logprobs)
         rest = last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts
-        return GenerateAnswer(tokens, logprobs, *rest, masks, values)
+        return GenerateAnswer(tokens, logprobs, *rest, masks, values, top)
 
 
 def answer(name: str, body: Buffer) -> GenerateAnswer:

@@ -10,7 +10,7 @@ Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`Ans
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
@@ -27,16 +27,19 @@ from asyncmoe.platform.sglang.patching import after_import
 MEDIA_TYPE = "application/vnd.asyncmoe.answer"
 MAGIC = b"ama1"
 BEGIN = struct.Struct("<4sI")
+PAIR = "<f4,<i4"
+"""A log-probability and its id."""
 PARTS = (
     ("output_ids", "<i4"),
     ("output_token_logprobs", "<f4"),
     ("output_token_sampling_mask", "<i4"),
     ("ids of output_token_sampling_mask", "<i4"),
     ("output_token_sampling_logprobs", "<f4"),
+    ("output_top_logprobs", PAIR),
     ("routed_experts", "u1"),
 )
 """Name and type of each part, in order: tokens, their log-probabilities, the number of ids in each token's mask, all these ids, the
-log-probabilities over them, and the routes (base64 in `meta_info.routed_experts`)."""
+log-probabilities over them, the most probable ids of all tokens, and the routes (base64 in `meta_info.routed_experts`)."""
 MODULE = "sglang.srt.entrypoints.http_server"
 _WANTED = ContextVar("asyncmoe_packed_answer", default=False)
 
@@ -71,7 +74,8 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
         logprobs = np.fromiter(map(itemgetter(0), entries), "<f4", len(entries))
         sent = meta.get("routed_experts")
         routes = None if sent is None else b64decode(sent, validate=True)
-        parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), routes]
+        top = None if (rows := meta.get("output_top_logprobs")) is None else pairs(rows)
+        parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), top, routes]
         counts = tuple(None if part is None else len(part) for part in parts)
         finish, versions = (msgspec.Raw(msgspec.json.encode(meta[name])) for name in ("finish_reason", "weight_versions"))
         head = msgspec.json.encode(AnswerHead(counts, finish, versions, meta.get("cached_tokens", 0)))
@@ -85,6 +89,11 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
 def install() -> None:
     """Make the HTTP process pack the responses of requests that accept it. Call it in every process before the import of SGLang."""
     after_import(MODULE, _mend)
+
+
+def pairs(rows: Sequence[Sequence[tuple[float | None, int, Any]]]) -> np.ndarray:
+    """Return the entries of all rows of `output_top_logprobs` as an array of `PAIR`, NaN for null."""
+    return np.fromiter(map(itemgetter(0, 1), chain.from_iterable(rows)), PAIR)
 
 
 def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:

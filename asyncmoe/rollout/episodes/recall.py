@@ -12,11 +12,12 @@ from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan
 from asyncmoe.log.turns import EpisodeId, Turns
+from asyncmoe.trajectory import TOP
 
-_FORM = 3
+_FORM = 4
 """Version of the record format; answers recorded in another format are requested again."""
 _DIGEST_BYTES = 16
-_Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None]
+_Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None, bytes | None]
 """A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
 
 
@@ -73,11 +74,14 @@ def _encoded(answer: PooledGeneration) -> bytes:
     masks = None if g.masks is None else (g.masks.counts.astype("<i4").tobytes(), g.masks.ids.astype("<i4").tobytes())
     routes = None if g.routes is None else bytes(g.routes)
     tokens, logprobs = g.tokens.astype("<i4").tobytes(), g.logprobs.astype("<f4").tobytes()
-    return msgspec.msgpack.encode((answer.salt, tokens, logprobs, g.spans, g.finish, g.cached_tokens, routes, masks))
+    top = None if g.top is None else g.top.tobytes()
+    return msgspec.msgpack.encode((answer.salt, tokens, logprobs, g.spans, g.finish, g.cached_tokens, routes, masks, top))
 
 
 def _decoded(recorded: bytes) -> PooledGeneration:
-    salt, tokens, logprobs, spans, finish, cached, routes, masks = msgspec.msgpack.decode(recorded, type=_Recorded)
+    salt, tokens, logprobs, spans, finish, cached, routes, masks, top = msgspec.msgpack.decode(recorded, type=_Recorded)
     lists = None if masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in masks))
     arrays = np.frombuffer(tokens, "<i4"), np.frombuffer(logprobs, "<f4")
-    return PooledGeneration(Generation(*arrays, spans, finish, cached, routes, lists), salt)
+    count = len(arrays[0])
+    ids = None if top is None else np.frombuffer(top, TOP).reshape(count, len(top) // TOP.itemsize // max(count, 1))
+    return PooledGeneration(Generation(*arrays, spans, finish, cached, routes, lists, ids), salt)

@@ -112,6 +112,7 @@ def assemble(
         seconds=seconds,
         routes=_routes(turns, recording, key),
         masks=_masks(turns, recording, key, path.shared),
+        top=_top(turns[path.shared :], recording, key),
         rewards=None if rewards is None else _without(rewards, forked, np.nan),
         teacher=None if teacher is None else _without(teacher, forked, 0.0),
     )
@@ -149,6 +150,15 @@ def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | N
         return joined(parts, key)
     except ProtocolError as error:  # packed by the engine, and not read until now
         raise TrajectoryRejected("routes_malformed", str(error)) from error
+
+
+def _top(turns: Sequence[Turn], recording: Recording, key: str) -> np.ndarray | None:
+    if not recording.top:
+        return None
+    parts = [turn.generation.top for turn in turns if turn.generation.top is not None]
+    if len(parts) < len(turns):
+        raise TrajectoryRejected("no_top", f"{key}: the engine did not send the most probable ids")
+    return np.concatenate(parts)
 
 
 def _masks(turns: Sequence[Turn], recording: Recording, key: str, shared: int) -> EncodedMasks | None:

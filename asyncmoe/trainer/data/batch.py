@@ -50,6 +50,8 @@ class MicroBatch:
         support: the ids the targets were sampled from, if any were recorded.
         places: where each trajectory is, among the rows of all context-parallel ranks together.
         whole: number of rows of all context-parallel ranks together.
+        top_ids: int64[K, T] or None; the ids that were most probable where the target was sampled, if recorded.
+        top_logprobs: float32[K, T] or None; their log-probabilities, like `behaviour`; -inf where there is no id.
         held: int64[T]; the numbers of this rank's rows among the `whole` rows; None: it holds all of them.
     """
 
@@ -71,6 +73,8 @@ class MicroBatch:
     support: Support | None
     places: tuple[Place, ...]
     whole: int
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
     held: torch.Tensor | None = None
 
     @property
@@ -147,7 +151,7 @@ def pack(
     rows, packed = rows_of(lengths, grid, rows), packed or grid.cp > 1
     bounds = [*starts, rows] if rows > starts[-1] else starts
 
-    flat = _Flat(rows, starts, lengths)
+    flat, (top_ids, top_logprobs) = _Flat(rows, starts, lengths), replay_data.top(chosen, starts, rows)
     mask = flat.next([t.loss_mask for t in chosen], np.bool_)
     whole = MicroBatch(
         tokens=flat.here([t.tokens for t in chosen], np.int64)[None],
@@ -168,6 +172,8 @@ def pack(
         support=replay_data.support(chosen, starts, rows),
         places=places_of(indices, lengths, grid),
         whole=rows,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
     return whole.part(zigzag.rows(bounds, grid.cp, cp_rank)) if grid.cp > 1 else whole
 

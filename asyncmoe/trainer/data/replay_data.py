@@ -1,4 +1,4 @@
-"""Engine recordings laid out over a micro-batch's rows: experts to replay, and the ids each target was sampled from."""
+"""Engine recordings over a micro-batch's rows: experts to replay, the ids each target was sampled from, and those most probable there."""
 
 from __future__ import annotations
 
@@ -106,6 +106,22 @@ def support(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
         return None
     ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
     return Support(torch.from_numpy(counts > 0), torch.from_numpy(np.repeat(np.arange(rows), counts)), ids)
+
+
+def top(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Lay out `MicroBatch.top_ids` and `top_logprobs`, [K, rows]; None if none were recorded.
+
+    Args: as for `experts`.
+    """
+    recorded = [(one.top, start + np.flatnonzero(one.loss_mask) - 1) for one, start in zip(trajectories, starts, strict=False)]
+    width = max((0 if one is None else one.shape[1] for one, _ in recorded), default=0)
+    if not width:
+        return None, None
+    ids, logprobs = np.zeros((width, rows), np.int64), np.full((width, rows), -np.inf, np.float32)
+    for one, places in recorded:
+        if one is not None:
+            ids[:, places], logprobs[:, places] = one["id"].T, one["logprob"].T
+    return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
 def _of_layers(routes: Routes, routing: Routing, key: str) -> np.ndarray:

@@ -1,11 +1,13 @@
 """The backward pass of `logprobs`: recomputes the logits block by block and uses each block's gradient at once.
 
-With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability divided by the temperature, the
-gradient of z * temperature is g = u (onehot - p); the gradient of hidden is g @ weight, that of weight g.T @ hidden.
+With z = hidden @ weight.T / temperature, every result is a sum of elements of z and of log-normalisers of rows. The gradient of a log-
+normaliser is the softmax of its ids. With g the gradient of z divided by the temperature, that of hidden is g @ weight, that of weight
+g.T @ hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +17,13 @@ from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, column_in
 
 
 @dataclass(frozen=True)
-class KeptCells:
-    """The m ids that targets were sampled from, ordered by block.
+class CellGradients:
+    """Gradients of z at m cells, ordered by block: each is `shares` times its row's `upstream`.
 
     Attributes:
-        places: int64[m]; as in `logit_blocks.SupportCells`.
-        shares: float32[m]; onehot - p of each, p being the softmax over the row's support.
-        ends: as in `logit_blocks.SupportCells`.
-        upstream: float32[n]; gradient of the rows' log-probabilities over their supports, divided by the temperature.
+        places, ends: as in `logit_blocks.Cells`.
+        shares: float32[m].
+        upstream: float32[n]; divided by the temperature.
     """
 
     places: torch.Tensor
@@ -39,15 +40,17 @@ class HeadRows:
         hidden: [n, H].
         normaliser: float32[n]; logsumexp of z over the whole vocabulary.
         column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
-        upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, divided by the temperature.
-        kept: the ids of supports and the gradients over them, if there are any.
+        upstream: float32[n]; gradient of z at the targets, divided by the temperature.
+        whole: float32[n]; minus the gradient of the log-normalisers over the whole vocabulary, divided by the temperature.
+        cells: further gradients of z.
     """
 
     hidden: torch.Tensor
     normaliser: torch.Tensor
     column: torch.Tensor
     upstream: torch.Tensor
-    kept: KeptCells | None
+    whole: torch.Tensor
+    cells: Sequence[CellGradients]
 
 
 def gradients(
@@ -63,16 +66,17 @@ def gradients(
     into: Any = None
     if of_weight:
         into = getattr(weight, "main_grad", None) if straight else torch.empty_like(weight)
-    start = 0
+    starts = [0] * len(rows.cells)
     for number, (first, last, block) in enumerate(blocks.each()):
-        block.sub_(rows.normaliser[:, None]).clamp_(min=LEAST).exp_().mul_(-rows.upstream[:, None])
+        block.sub_(rows.normaliser[:, None]).clamp_(min=LEAST).exp_().mul_(-rows.whole[:, None])
         inside, place = column_in(rows.column, first, last)
         block.scatter_add_(1, place, torch.where(inside, rows.upstream, 0.0)[:, None])
-        if rows.kept is not None:
-            span = slice(start, start := rows.kept.ends[number])
-            places = rows.kept.places[span]
-            of_rows = rows.kept.upstream[torch.div(places, last - first, rounding_mode="floor")]
-            block.view(-1).index_add_(0, places, rows.kept.shares[span] * of_rows)
+        for i, cells in enumerate(rows.cells):
+            span = slice(starts[i], cells.ends[number])
+            starts[i] = span.stop
+            places = cells.places[span]
+            of_rows = cells.upstream[torch.div(places, last - first, rounding_mode="floor")]
+            block.view(-1).index_add_(0, places, cells.shares[span] * of_rows)
         gradient = blocks.rounded(block)
         if hidden is not None:
             _add_product(hidden, gradient, weight[first:last])

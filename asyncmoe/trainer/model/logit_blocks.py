@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from asyncmoe.models import head_blocks
-from asyncmoe.trainer.data.replay_data import Support
 
 LEAST = -80.0
 """Lower bound of exponents: exp is then a normal float32, ten times as fast on CPUs as smaller values, yet negligible in a sum."""
@@ -65,31 +64,33 @@ def column_in(column: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor
 
 
 @dataclass(frozen=True)
-class SupportCells:
-    """The part of a support in a rank's slice of the vocabulary, as places in blocks, ordered by block.
+class Cells:
+    """The logits of given ids in given rows, as far as they are in a rank's slice of the vocabulary: places in blocks, ordered by block.
 
     Attributes:
         places: int64[m]; index in the block's flattened logits.
         rows: int64[m].
         ids: int64[m]; relative to the slice's first id.
+        source: int64[m]; which of the given ids each is.
         ends: for each block, the number of cells up to its end.
     """
 
     places: torch.Tensor
     rows: torch.Tensor
     ids: torch.Tensor
+    source: torch.Tensor
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, support: Support, first: int, vocabulary: int, width: int) -> SupportCells:
-        """Restrict a support to the ids [first, first + vocabulary) of the slice, in blocks of `width` ids."""
-        mine = (support.ids >= first) & (support.ids < first + vocabulary)
-        rows, ids = support.rows[mine], support.ids[mine] - first
-        block, order = torch.sort(torch.div(ids, width, rounding_mode="floor"), stable=True)
-        rows, ids = rows[order], ids[order]
+    def of(cls, rows: torch.Tensor, ids: torch.Tensor, first: int, vocabulary: int, width: int) -> Cells:
+        """Restrict ids, int64[k] like their rows, to [first, first + vocabulary) of the slice, in blocks of `width` ids."""
+        source = ((ids >= first) & (ids < first + vocabulary)).nonzero().squeeze(1)
+        block, order = torch.sort(torch.div(ids[source] - first, width, rounding_mode="floor"), stable=True)
+        source = source[order]
+        rows, ids = rows[source], ids[source] - first
         ends = torch.bincount(block, minlength=-(-vocabulary // width)).cumsum(0)
         wide = torch.clamp(vocabulary - block * width, max=width)
-        return cls(rows * wide + ids - block * width, rows, ids, tuple(ends.tolist()))
+        return cls(rows * wide + ids - block * width, rows, ids, source, tuple(ends.tolist()))
 
     def spans(self) -> Iterator[slice]:
         """Yield each block's range of cells."""

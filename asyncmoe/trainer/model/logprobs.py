@@ -6,6 +6,7 @@ normalizer calculation for softmax", arXiv 1805.02867); the backward pass recomp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 
 from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.model import head_gradient
-from asyncmoe.trainer.model.head_gradient import KeptCells
-from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, SupportCells, column_in
+from asyncmoe.trainer.model.head_gradient import CellGradients
+from asyncmoe.trainer.model.logit_blocks import LEAST, Cells, LogitBlocks, column_in
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class LogProbs:
         sampled: [n]; over the ids that the token was sampled from; differentiable.
         whole: [n]; over the whole vocabulary; differentiable. None without supports, when `sampled` is already over the whole vocabulary.
         entropy: [n]; of the softmax over all ids, in nats; not differentiable. None if not requested.
+        top: [n, K]; of the requested ids, normalised as `sampled`; differentiable. None if not requested.
     """
 
     sampled: torch.Tensor
     whole: torch.Tensor | None
     entropy: torch.Tensor | None
+    top: torch.Tensor | None = None
 
 
 def target_logprobs(
@@ -41,6 +44,7 @@ def target_logprobs(
     group: dist.ProcessGroup | None,
     support: Support | None = None,
     entropy: bool = False,
+    top: torch.Tensor | None = None,
 ) -> LogProbs:
     """Compute each target's log-probability as it was sampled.
 
@@ -61,14 +65,17 @@ def target_logprobs(
         group: the tensor-parallel group; None: the vocabulary is whole. Collective over it.
         support: support of the n rows.
         entropy: compute the entropy.
+        top: int64[n, K]; further ids of each row, the same on every rank of `group`.
     """
-    arguments = (hidden, weight, targets, 1.0 / temperature, group, support, entropy)
-    sampled, whole, entropies = _TargetLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return LogProbs(sampled, None if support is None else whole, entropies if entropy else None)
+    ids = targets.new_empty(len(targets), 0) if top is None else top
+    arguments = (hidden, weight, targets, 1.0 / temperature, group, support, entropy, ids)
+    sampled, whole, entropies, of_top = _TargetLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
+    return LogProbs(sampled, None if support is None else whole, entropies if entropy else None, None if top is None else of_top)
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """Saves the hidden rows; each row's log-normaliser and target; and the place and gradient of each id of a support."""
+    """Saves the hidden rows; each row's log-normaliser and target; the place and number of each top id; and the place and share of each id
+    of a support."""
 
     @staticmethod
     def forward(
@@ -80,68 +87,79 @@ class _TargetLogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         support: Support | None,
         entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        size = len(weight)
+        top: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        size, (count, width) = len(weight), top.shape
         start = size * (dist.get_rank(group) if group is not None else 0)
         column = torch.where((targets >= start) & (targets < start + size), targets - start, -1)
         blocks = LogitBlocks(hidden, weight, scale)
-        cells = None if support is None else SupportCells.of(support, start, size, blocks.width)
-        local, values = _scan(blocks, column, cells, entropy)
+        slice_ = start, size, blocks.width
+        tops = Cells.of(torch.arange(count, device=top.device).repeat_interleave(width), top.reshape(-1), *slice_)
+        kept = None if support is None else Cells.of(support.rows, support.ids, *slice_)
+        local, (of_top, *of_kept) = _scan(blocks, column, [tops] if kept is None else [tops, kept], entropy)
         del blocks
-        if cells is not None:
-            local += _over_cells(cells, values, len(column))
+        local += of_top.new_zeros(top.numel()).index_copy_(0, tops.source, of_top).view(top.shape).unbind(1)
+        if kept is not None:
+            local += _over_cells(kept, of_kept[0], count)
         every = _everywhere(torch.stack(local), group)
 
         most, total = _joined(every[:, 0], every[:, 1])
         chosen, log_total = every[:, 2].sum(0), total.log()
         sampled = whole = chosen - most - log_total
-        saved, other, entropies = [hidden, weight, most + log_total, column], whole.new_empty(0), whole.new_empty(0)
+        saved = [hidden, weight, most + log_total, column, tops.places, tops.source]
+        other, entropies, first = whole.new_empty(0), whole.new_empty(0), 3
         if entropy:
             # Each rank's sum of exp(z - m) (z - m) uses its own m.
-            shift = every[:, 0] - most
+            shift, first = every[:, 0] - most, 4
             entropies = log_total - ((every[:, 3] + shift * every[:, 1]) * shift.exp()).sum(0) / total
-        if support is not None and cells is not None:
-            most, total = _joined(torch.where(support.here, every[:, -2], 0.0), every[:, -1])
-            log_total = total.log()
-            sampled, other = torch.where(support.here, chosen - most - log_total, whole), whole
-            share = (values - most[cells.rows] - log_total[cells.rows]).exp_()
-            saved += [support.here, cells.places, (column[cells.rows] == cells.ids).float() - share]
+        if support is not None and kept is not None:
+            over = _joined(torch.where(support.here, every[:, -2], 0.0), every[:, -1])
+            most, log_total = torch.where(support.here, over[0], most), torch.where(support.here, over[1].log(), log_total)
+            sampled, other = chosen - most - log_total, whole
+            share = (of_kept[0] - most[kept.rows] - log_total[kept.rows]).exp_()
+            saved += [support.here, kept.places, share.neg_()]
         ctx.save_for_backward(*saved)
-        ctx.scale, ctx.ends = scale, None if cells is None else cells.ends
+        ctx.scale, ctx.ends = scale, (tops.ends, () if kept is None else kept.ends)
         ctx.mark_non_differentiable(*([entropies] if support is not None else [entropies, other]))
-        return sampled, other, entropies
+        # A top id's logit is on one rank; the others have 0.
+        return sampled, other, entropies, every[:, first : first + width].sum(0).t() - (most + log_total)[:, None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, normaliser, column, *of_support = ctx.saved_tensors
-        upstream, kept = gradients[0] * ctx.scale, None
+        hidden, weight, normaliser, column, places, source, *of_support = ctx.saved_tensors
+        upstream, of_top = gradients[0] * ctx.scale, gradients[3] * ctx.scale
+        total = upstream + of_top.sum(1)
+        cells = [CellGradients(places, of_top.reshape(-1)[source], ctx.ends[0], torch.ones_like(total))]
         if of_support:
             here, places, shares = of_support
-            kept = KeptCells(places, shares, ctx.ends, upstream)
-            upstream = torch.where(here, 0.0, upstream) + gradients[1] * ctx.scale
-        rows = head_gradient.HeadRows(hidden, normaliser, column, upstream, kept)
-        return *head_gradient.gradients(rows, weight, ctx.scale, *ctx.needs_input_grad[:2]), *[None] * 5
+            cells.append(CellGradients(places, shares, ctx.ends[1], total))
+            of_whole = gradients[1] * ctx.scale
+            upstream, total = upstream + of_whole, torch.where(here, 0.0, total) + of_whole
+        rows = head_gradient.HeadRows(hidden, normaliser, column, upstream, total, cells)
+        return *head_gradient.gradients(rows, weight, ctx.scale, *ctx.needs_input_grad[:2]), *[None] * 6
 
 
-def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None, entropy: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _scan(
+    blocks: LogitBlocks, column: torch.Tensor, cells: Sequence[Cells], entropy: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Make one pass over this rank's logits z.
 
     Returns:
         Per row, float32[n]: the maximum m, the sum of exp(z - m), the target's z if this rank has it, else 0; with entropy, the sum of
-        exp(z - m) (z - m). And z of the cells, float32[m].
+        exp(z - m) (z - m). And z of each of the cells, float32[m].
     """
     count = len(column)
     most, total, weighted = (column.new_full((count,), value, dtype=torch.float32) for value in (-torch.inf, 0.0, 0.0))
     chosen = torch.zeros_like(total)
-    values = total.new_empty(0 if cells is None else len(cells.rows))
+    values = [total.new_empty(len(one.rows)) for one in cells]
     spare = blocks.like(torch.float32) if entropy else None
-    spans = None if cells is None else cells.spans()
+    spans = [one.spans() for one in cells]
     for first, last, block in blocks.each():
         inside, place = column_in(column, first, last)
         chosen = torch.where(inside, block.gather(1, place).squeeze(1), chosen)
-        if cells is not None and spans is not None:
-            span = next(spans)
-            torch.take(block, cells.places[span], out=values[span])
+        for one, into, each in zip(cells, values, spans, strict=True):
+            span = next(each)
+            torch.take(block, one.places[span], out=into[span])
         higher = torch.maximum(most, block.amax(dim=1))
         shift = (most - higher).clamp_(min=LEAST)  # minus infinity in the first block
         block.sub_(higher[:, None]).clamp_(min=LEAST)
@@ -153,7 +171,7 @@ def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None,
     return [most, total, chosen, *([weighted] if entropy else [])], values
 
 
-def _over_cells(cells: SupportCells, values: torch.Tensor, rows: int) -> list[torch.Tensor]:
+def _over_cells(cells: Cells, values: torch.Tensor, rows: int) -> list[torch.Tensor]:
     """Return per row the maximum m of its cells' values, and the sum of exp(value - m); minus infinity and 0 without cells."""
     most = values.new_full((rows,), -torch.inf).scatter_reduce_(0, cells.rows, values, "amax")
     return [most, values.new_zeros(rows).index_add_(0, cells.rows, (values - most[cells.rows]).exp_())]

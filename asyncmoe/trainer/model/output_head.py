@@ -39,8 +39,8 @@ class OutputHead:
         return values if self.rows is None else values[self.rows]
 
     def spread(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        """Return values [n] of the head's rows as [count], 0 elsewhere; differentiable."""
-        return values if self.rows is None else values.new_zeros(count).index_copy(0, self.rows, values)
+        """Return values [n, ...] of the head's rows as [count, ...], 0 elsewhere; differentiable."""
+        return values if self.rows is None else values.new_zeros(count, *values.shape[1:]).index_copy(0, self.rows, values)
 
 
 @contextmanager

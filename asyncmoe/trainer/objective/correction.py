@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncmoe.config.objective import Band, ObjectiveSection
+from asyncmoe.config.objective import Band, CorrectionSection, ObjectiveSection
 from asyncmoe.trainer.objective.rows import Rows, exp
 
 RULES = ("token_band", "sequence_band", "geometric_band", "veto", "opsm", "max_age")
@@ -95,6 +95,12 @@ def correct(
         rejected["opsm"] = (rows.advantages < 0) & rows.spread(drifted)
     each = torch.stack([rejected[name] & rows.mask for name in RULES])
     return Fates(new.detach(), weight.to(new.dtype), rows.mask & ~each.any(dim=0) & (own != 0), cut, capped, each)
+
+
+def token_weight(log_ratio: torch.Tensor, rule: CorrectionSection) -> torch.Tensor:
+    """Return the weight that `correct` gives a token with this log-ratio, at weight token or none; 0 if the token band rejects it."""
+    weight = torch.ones_like(log_ratio) if rule.weight == "none" else exp(log_ratio).clamp(max=rule.cap or math.inf)
+    return torch.where(_outside(log_ratio, rule.token_band), 0.0, weight)
 
 
 def _outside(log_ratio: torch.Tensor, band: Band | None) -> torch.Tensor:

@@ -46,6 +46,7 @@ def write_json(values: Mapping[str, Any], file: Path) -> None:
         DataError: the file cannot be written.
     """
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values, indent=1) + "\n")
     except OSError as error:
         raise DataError(str(file), got=error.strerror, expected="a writable file") from error

@@ -295,5 +295,6 @@ def _show(results: dict[str, Any], path: Path | None) -> None:
     from rich.console import Console
 
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
     Console().print_json(data=results)

@@ -69,6 +69,7 @@ def eval_command(
     tables.console().print(evaluate.table(found))
     if json_file is not None:
         with writing("scores", json_file):
+            json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in found))
 
 

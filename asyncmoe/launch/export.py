@@ -17,6 +17,7 @@ from asyncmoe.launch.torchrun import trainer_command, trainer_environment
 from asyncmoe.models import origin
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import WARNING, Child
+from asyncmoe.scratch import Scratch
 
 
 def export(
@@ -27,8 +28,8 @@ def export(
     step: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> None:
-    """Write the checkpoint to `out`, with a model card. A failed export leaves its log beside `out`, but no `out`. The run, which may have
-    been moved or copied, is not written to.
+    """Write the checkpoint to `out`, with a model card. A failed export leaves its log in a temporary folder, but no `out`. The run,
+    which may have been moved or copied, is not written to.
 
     Args:
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
@@ -58,7 +59,8 @@ def export(
         origin.check_weights(config, checkpoint)
     facts = checkpoints.facts(checkpoint)
     command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(facts["step"]), str(out), form, dtype or "")
-    child = Child("export", command, out.with_name(f"{out.name}.log"), trainer_environment(os.environ))
+    scratch = Scratch()
+    child = Child("export", command, scratch.path / "export.log", trainer_environment(os.environ))
     try:
         if not child.wait(timeout_s):
             raise AsyncmoeError(f"export took longer than {timeout_s:.0f} s; its log is {child.log}")
@@ -68,6 +70,7 @@ def export(
         child.end(5.0)
     for line in (one for one in child.log.read_text(errors="replace").splitlines() if one.startswith(WARNING)):
         print(line, file=sys.stderr, flush=True)
-    child.log.unlink()
+    scratch.remove()
     with storage.writing("model card", out):
         (out / "README.md").write_text(card(config, facts, out.absolute().name, adapter=form == "adapter"), encoding="utf-8")
+    print(f"{out}: the model of step {facts['step']}, with a card")

@@ -35,7 +35,7 @@ _COMMENTS = {
     "run": "Starting again with the same directory resumes the run.",
     "model": "Directory of a Hugging Face checkpoint, or its id on the hub.",
     "task": "Questions and reference answers; a scorer of your own gets the other columns too.",
-    "scoring": "1 for a right answer, else 0. math_verify: the final one, by value; exact: the whole response; or package.module:function.",
+    "scoring": "1 if right, else 0. math_verify: the final answer, by value (ab equals ba); exact: the whole response; or your own function.",
     "rollout": "A step trains groups_per_step * group_size responses. Raise max_new_tokens if they are cut off before their answer.",
     "environment": "Tokens of the longest conversation, which fit into a micro-batch of the trainer.",
     "evaluation": "The same questions every few steps, held out from training.",
@@ -81,6 +81,7 @@ def write(model: Path, source: WeightedSource, out: Path) -> None:
         trusts = " trust_remote_code runs the Python that lies beside it: read that first." if "trust_remote_code" in written else ""
         lines += [f"# {_COMMENTS[name]}{trusts}", f"{name}: {written}"]
     with storage.writing("configuration", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -71,7 +71,8 @@ def of_cluster(
         UserError: unsupported model family.
     """
     hf = models.with_family(models.load_hf_config(model), family)
-    cluster = replace(cluster, adapter=None if lora is None else parse_adapter(lora, models.shape_of(hf)))
+    context = min(cluster.context, hf.get("max_position_embeddings") or cluster.context)
+    cluster = replace(cluster, context=context, adapter=None if lora is None else parse_adapter(lora, models.shape_of(hf)))
     found = []
     for split in suggest(hf, cluster, None if measured is None else speeds.read(measured, hf)):
         run = {"run": {"dir": "run", "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}

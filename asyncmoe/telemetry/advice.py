@@ -87,7 +87,7 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
     if max(known(step.reward_std for step in rl), default=1.0) <= 1e-9:
         reward = number(mean(step.reward_mean for step in rl))
         yield (
-            f"Every response gets the same reward ({reward}), so there is nothing to learn from: change task.difficulty, "
+            f"Every response gets the same reward ({reward}), so there is nothing to learn from: choose easier or harder questions, "
             "raise rollout.temperature, or raise warmup.steps."
         )
     if (rejected := share(last.rejected.values(), last.started) or 0.0) > REJECTED:
@@ -117,7 +117,7 @@ def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
         )
     elif trainer > IDLE:
         yield (
-            f"Trainer idle {percent(trainer)}: the engines are the bottleneck; add engines (engines.count), raise "
+            f"Trainer idle {percent(trainer)} of a median step: the engines are the bottleneck; add engines (engines.count), raise "
             "engines.max_running (and rollout.max_concurrent if it is set), or lower rollout.max_new_tokens."
         )
     elif engines > IDLE:

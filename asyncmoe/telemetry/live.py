@@ -10,7 +10,7 @@ from itertools import chain
 from rich.console import Console
 
 from asyncmoe.config import Config
-from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
+from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, duration, named, quantity
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
@@ -29,7 +29,7 @@ RECENT_ROLLOUTS = 30
 class LiveView:
     """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times per second.
 
-    It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts of the run are not printed again.
+    It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts are not printed again.
 
     Args:
         sinks: get the new records, too; this object does not close them.
@@ -40,7 +40,7 @@ class LiveView:
         self._follower = Follower(config.run.dir)
         self._steps: list[Step] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
-        self._advice = ""
+        self._remedy = ""
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveView:
@@ -94,9 +94,10 @@ class LiveView:
 
     def _advise(self) -> None:
         advice, *_ = advise([step for step in self._steps if step.phase == "rl"], list(self._rollout))
-        if advice != self._advice and advice not in (ALL_WELL, FEW_STEPS, NO_STEP):
+        remedy = advice.partition(": ")[2]  # the figures before it change at every step
+        if remedy and remedy != self._remedy:
             self.say(f"advice: {advice}")
-        self._advice = advice
+        self._remedy = remedy
 
 
 def line(step: Step, warmup: int, steps: int, left: float | None = None) -> str:

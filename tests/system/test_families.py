@@ -79,7 +79,9 @@ def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest
     )
     assert summary["steps"] == 2
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    (tmp_path / "exported.log").write_text("the user's")
     Command("export", str(tmp_path / "run"), str(tmp_path / "exported")).succeed()
+    assert (tmp_path / "exported.log").exists()
     assert "step 4 of the run run" in (tmp_path / "exported" / "README.md").read_text()
     for kept in ("configuration_kimi.py", "tokenization_kimi.py", "config.json", "tokenizer_config.json"):
         assert (tmp_path / "exported" / kept).read_bytes() == (model / kept).read_bytes()

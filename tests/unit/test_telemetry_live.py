@@ -88,7 +88,7 @@ def rollout(**changes: Any) -> list[Rollout]:
         ({}, {"rejected": {"nan": 1, "timeout": 3}}, "8 % of the trajectories were rejected, most of them because of timeout"),
         ({"clip_fraction": 0.3}, {}, "30 % of the tokens are clipped"),
         ({"tis_capped_fraction": 0.3}, {}, "30 % of the tokens are capped"),
-        ({"wait_seconds": 1.22}, {}, "Trainer idle 61 %: the engines are the bottleneck"),
+        ({"wait_seconds": 1.22}, {}, "Trainer idle 61 % of a median step: the engines are the bottleneck"),
         ({}, {"busy": 0.45}, "Engines idle 55 %: the trainer is the bottleneck"),
         ({"wait_seconds": 1.0}, {"busy": 0.55}, "they wait for each other"),
         ({}, {"dropped": {"stale": 4, "equal": 30}, "requeued": {"stale": 2}}, "15 % of the trajectories were dropped or requeued"),

@@ -65,7 +65,7 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ").replace(", expected ", " instead of ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "its traceback is in logs/rollout-1.log of the run directory"
+        hint = "its traceback is above, or in logs/rollout-1.log of a run that has started"
     if rejected.reason in (TIMEOUT, UNAVAILABLE):
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {key.rpartition('.')[0]}.timeout_s"
         hint = f"{wait}, or set scoring.try_first=false if it is ready only later"

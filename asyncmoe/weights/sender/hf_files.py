@@ -21,7 +21,7 @@ SHARD_BYTES = 4 << 30
 
 def unfinished(out: Path) -> Path:
     """Return where a checkpoint is written before it becomes `out`."""
-    return out.with_name(out.name + ".writing")
+    return out.with_name(f".{out.name}.writing")
 
 
 def write_hf(built: TrainedModel, origin: Path, out: Path, gatherer: Gatherer) -> None:

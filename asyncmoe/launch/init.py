@@ -35,7 +35,7 @@ _COMMENTS = {
     "run": "Starting again with the same directory resumes the run.",
     "model": "Directory of a Hugging Face checkpoint, or its id on the hub.",
     "task": "Questions and reference answers; a scorer of your own gets the other columns too.",
-    "scoring": "1 if right, else 0. math_verify: the final answer, by value (ab equals ba); exact: the whole response; or your own function.",
+    "scoring": "1 if right, else 0. math_verify: the final answer, by value (ab equals ba); exact: the whole text; or your own function.",
     "rollout": "A step trains groups_per_step * group_size responses. Raise max_new_tokens if they are cut off before their answer.",
     "environment": "Tokens of the longest conversation, which fit into a micro-batch of the trainer.",
     "evaluation": "The same questions every few steps, held out from training.",

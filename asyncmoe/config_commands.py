@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations, without starting a run.")
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run, or the directory of a run.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run; it may have been moved or copied.")]

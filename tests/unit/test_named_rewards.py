@@ -106,7 +106,7 @@ def test_gdpo_sums_each_metric_or_those_with_a_weight() -> None:
 def test_gdpo_without_any_metric_that_has_a_weight_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         of_gdpo(ITEMS, {"fromat": 1.0})
-    assert (caught.value.what, caught.value.got) == ("objective.advantage_options", "weights of fromat")
+    assert (caught.value.what, caught.value.got) == ("objective.advantage_options", "weights for fromat")
     assert "format" in str(caught.value)
 
 

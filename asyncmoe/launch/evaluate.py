@@ -71,7 +71,7 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
     engines, asked = config.engines, config.evaluation
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"dir": folder}),
+            "run": config.run.model_copy(update={"dir": folder, "steps": 0}),
             "model": config.model.model_copy(update={"path": model, "make": None}),
             "train": "full",
             "trainer": TrainerSection(),

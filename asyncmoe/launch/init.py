@@ -138,7 +138,8 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found = render_plan.sections(suggest(hf, cluster)[0])
-            del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
+            del found["cluster"], found["queue"], found["sync"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
+            del found["rollout"]["groups_per_step"], found["rollout"]["group_size"]  # those of a cluster
             if "memory" not in found["trainer"]:  # else training needs host memory
                 return found
     got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"

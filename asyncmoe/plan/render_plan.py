@@ -141,7 +141,7 @@ def sections(split: Split) -> dict[str, Any]:
     engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
     engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
     engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}
-    engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens}
+    engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens, "start_timeout_s": 3600}
     if engine.serving.prefill != EngineMemory.prefill:
         engines["args"] = ["--chunked-prefill-size", str(engine.serving.prefill)]
     trains: dict[str, Any] = {**_trainer(split), "tokens_per_microbatch": trainer.rows, "checkpoint_every": 20}
@@ -150,8 +150,10 @@ def sections(split: Split) -> dict[str, Any]:
         trains["memory"] = {"optimizer_offload": trainer.offload}
     found = {
         "cluster": {"trainer_nodes": split.trainer_nodes, "engine_nodes": split.engine_nodes, "network": "hostname"},
-        "environment": {"max_tokens": trainer.rows},
-        "rollout": {"max_new_tokens": trainer.rows * 7 // 8},
+        "environment": {"max_tokens": trainer.rows, "timeout_s": 3600},
+        "rollout": {"groups_per_step": BATCH, "group_size": GROUP, "max_new_tokens": trainer.rows * 7 // 8, "request_timeout_s": 3600},
+        "queue": {"lease_timeout_s": 14400},
+        "sync": {"timeout_s": 600},
         "trainer": trains,
         "engines": engines,
     }

@@ -192,8 +192,10 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
         except LayoutError:  # these sizes split float8 blocks
             continue
         if share <= 1 and (found is None or share < found.offload):
-            largest = max(memory.trainer(hf, parallel, replace(training, offload=share)), key=lambda stage: stage.total)
-            found = TrainerSizes(parallel, cluster.context, recompute, largest, cp, share)
+            stages = memory.trainer(hf, parallel, replace(training, offload=share))
+            largest = max(stages, key=lambda stage: stage.total)
+            host = {key: max(stage.host[key] for stage in stages) for key in largest.host}  # another stage may have the most
+            found = TrainerSizes(parallel, cluster.context, recompute, replace(largest, host=host), cp, share)
         if share == 0:
             break
     return found

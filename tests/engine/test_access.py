@@ -33,6 +33,12 @@ def test_no_route_answers_without_the_key(rig: Rig) -> None:
     assert {where: status for where, status in found.items() if status != 401} == {}
 
 
+def test_the_log_is_without_the_key(rig: Rig) -> None:
+    (log,) = (rig.config.run.dir / "logs").glob("engine-0.log")
+    assert "api_key" in (text := log.read_text())
+    assert KEY not in text
+
+
 def test_no_web_socket_opens_without_the_key(rig: Rig) -> None:
     async def opened() -> None:
         async with aiohttp.ClientSession() as session, session.ws_connect(f"{rig.engine.url}/v1/realtime"):

@@ -14,6 +14,7 @@ import pytest
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.launch import evaluate
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.evaluation import pass_chances
 from asyncmoe.rollout.tasks.encode import identity
@@ -98,6 +99,8 @@ def test_training_leaves_out_what_a_set_asks(tmp_path: Path, known: Tokenizer, c
     assert "train.jsonl: training leaves out 2 questions that the evaluation asks" in caplog.text
     with pytest.raises(DataError, match="got only questions that the evaluation asks"):
         tasks.load(config({"path": train}, path=train), known)
+    alone = evaluate.alone(config({"path": train}, path=train), tmp_path, tmp_path)
+    assert len(asked(tasks.load(alone, known))[1][0]) == 6, "`asyncmoe eval` trains on none of them"
 
 
 def test_a_file_too_small_to_hold_out_is_refused(tmp_path: Path, known: Tokenizer) -> None:

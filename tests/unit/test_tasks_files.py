@@ -65,6 +65,7 @@ def test_null_keys_of_messages_do_not_reach_a_template() -> None:
     ("name", "content", "what", "got"),
     [
         ("d.csv", b"question,answer\nq,1\nq,1,2\n", "line 3", "3 cells"),
+        ("d.csv", b"question,question,answer\na,b,c\n", "line 1", "'question' twice"),
         ("d.csv", b'question,answer\nq,"1\n', "line 2", "unexpected end of data"),
         ("d.csv", b"question,answer\ncaf\xe9,1\n", "d.csv", "utf-8"),
         ("d.csv", b"question,answer\n", "d.csv", "no rows"),

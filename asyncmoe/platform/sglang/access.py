@@ -51,12 +51,19 @@ class KeyRequired:
 
 
 def install() -> None:
-    """Add the middleware wherever SGLang adds its own, that is, if the server has a key, and disable servers on an engine's later nodes.
+    """Add the middleware wherever SGLang adds its own, that is, if the server has a key; keep the key out of the log; and disable servers
+    on an engine's later nodes.
 
     Call it before the import of SGLang.
     """
     after_import("sglang.srt.utils.auth", _mend)
     after_import("sglang.srt.utils.common", _mend_nodes)
+    after_import("sglang.srt.entrypoints.engine", _mend_log)
+
+
+def _mend_log(engine: Any) -> None:
+    original = engine._server_args_for_logging
+    engine._server_args_for_logging = lambda arguments: {**original(arguments), "api_key": None}
 
 
 def _mend_nodes(common: Any) -> None:

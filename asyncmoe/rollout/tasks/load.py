@@ -59,7 +59,8 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
     known = [(part.source, part.name) for of_set in of_their_own.values() for part in of_set if isinstance(part.source, Sized)]
-    parts = divide(parts, held, frozenset(one for source in known for one in identities(*source)), seed)
+    trains = config.run.steps > 0  # `asyncmoe eval` only asks, and may ask every question of the task
+    parts = divide(parts, held, frozenset(one for source in known for one in identities(*source) if trains), seed)
     training = _task(config.task, parts, tokenizer, seed)
     _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":

@@ -83,6 +83,8 @@ def _table(separator: str, file: BinaryIO, name: str) -> Iterator[tuple[str, Row
     lines = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
     try:
         header = next(lines, [])
+        if twice := [cell for number, cell in enumerate(header) if cell in header[:number]]:
+            raise DataError(f"{name} line 1", got=f"{twice[0]!r} twice", expected="a different name for each column")
         for cells in lines:
             if len(cells) not in (0, len(header)):
                 got, expected = f"{len(cells)} cells", f"{len(header)}, as in the first line"

@@ -59,7 +59,7 @@ class DiskPublisher(Publisher):
         pause_ms = 0.0
         if self._model.mesh.rank == 0:
             pause_ms = self._load(version, folder, checksums)
-            for path in self._folder.glob("version_*"):
+            for path in self._folder.glob("*version_*"):
                 if path != folder:
                     shutil.rmtree(path, ignore_errors=True)
         return Published(version, time.perf_counter() - begin, pause_ms)

@@ -6,10 +6,7 @@ import subprocess
 import sys
 
 HEAVY = {"aiohttp", "numpy", "pydantic", "torch", "yaml"}
-MODULES = (
-    *("rollout.process_worker", "rollout.scoring.workers", "rollout.scoring.mathematics"),
-    *("launch.slurm.task", "launch.torchrun", "telemetry.loggers"),
-)
+MODULES = ("rollout.process_worker", "rollout.scoring.workers", "launch.slurm.task", "launch.torchrun", "telemetry.loggers")
 
 
 def test_modules_of_small_processes_load_nothing_heavy() -> None:

@@ -19,7 +19,3 @@ from asyncmoe.trainer.model.lr import lr_at
 def test_rises_then_decays_to_the_minimum_after_the_last_step(decay: str, expected: list[float]) -> None:
     section = OptimizerSection.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "decay": decay})
     assert [lr_at(step, section, 7) for step in (*range(8), 99)] == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_run_of_one_step_uses_the_full_rate() -> None:
-    assert lr_at(0, OptimizerSection.model_validate({"lr": 2.0, "decay": "linear"}), 1) == 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples.real.tasks import Products, Records, Sums, number, record
+from examples.real.tasks import Products, Sums, number
 
 
 def test_sums_and_their_scorer() -> None:
@@ -13,13 +13,3 @@ def test_sums_and_their_scorer() -> None:
     assert len(products) == 64
     assert (products[0].answer, products[63].prompt[-1]["content"], products[63].answer) == ("4", "What is 9 times 9?", "81")
     assert [number("", said, "1010") for said in ("1,010", "5 + 5 = 1010.", "1010 or 11", "ten", "")] == [1, 1, 0, 0, 0]
-
-
-def test_records_and_their_scorer() -> None:
-    from random import Random
-
-    example = Records().draw(Random(1))
-    assert record("", example.answer, example.answer) == 1.0
-    answer = '{"name": "Ada", "age": 5, "likes": "tiger"}'
-    said = ('{"name": "Ada", "age": "5", "likes": "tiger"}', '{"name": "Ada", "age": 5}', "Sure! " + answer, "[]")
-    assert [record("", one, answer) for one in said] == [0.75, 0.0, 0.0, 0.0]

@@ -310,9 +310,7 @@ def rejected(job: Job) -> dict[str, Any]:
 class PoisonedGradient(losses.SupervisedLoss):
     """A finite loss with a gradient that is not, where an advantage is NaN."""
 
-    def __call__(
-        self, logprobs: torch.Tensor, rows: MicroBatch, unmasked: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, logprobs: torch.Tensor, rows: MicroBatch, *_: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         poison = torch.where(rows.advantages.isnan(), torch.nan, 1.0)
         logprobs.register_hook(lambda gradient: gradient * poison)
         return logprobs.sum(), dict.fromkeys(self.sums, rows.mask.sum())

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -86,10 +86,12 @@ def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
     rest = [Plot(kind, REST, f"{kind.__name__.lower()}: {field.replace('_', ' ')}", {field: ""}, False) for kind, field in others]
     found: dict[str, list[Figure]] = {title: [] for title in SECTIONS}
     for plot in (*PLOTS, *rest):
+        if plot.kind is Evaluation and len(runs) > 1:  # every set of every run in one figure would be too many curves
+            plot = replace(plot, apart=True)
         figures: dict[str, list[Curve]] = {}
         for name in runs:
             for curve in _curves(plot, name, recorded[plot.kind, name]):
-                more = f" {curve.key}" if plot.apart else f" · {name}" if plot.heat and len(runs) > 1 else ""
+                more = f" {curve.key}".rstrip() if plot.apart else f" · {name}" if plot.heat and len(runs) > 1 else ""
                 figures.setdefault(plot.title + more, []).append(curve)
         found[plot.section] += [
             _heat(title, curves, plot) if plot.heat else _lines(title, curves, plot, list(runs)) for title, curves in figures.items()

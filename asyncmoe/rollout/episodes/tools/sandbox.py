@@ -112,20 +112,35 @@ class Sandbox(ABC):
 
     async def run(self, program: bytes) -> Ended:
         """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: the sandbox failed."""
-        name, pipe = f"asyncmoe-{uuid.uuid4().hex}", asyncio.subprocess.PIPE
+        name = f"asyncmoe-{uuid.uuid4().hex}"
+        starting = asyncio.create_task(self._start(name, program))
+        try:
+            return await self._watch(await asyncio.shield(starting))
+        finally:
+            await asyncio.wait([starting])  # only from then on does everything in a sandbox end with its command
+            if starting.exception() is None:
+                await self._end(starting.result(), name)
+
+    async def _start(self, name: str, program: bytes) -> asyncio.subprocess.Process:
+        """Start the command, and return it once the program has begun. Raises ToolError."""
+        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self.command(name), stdin=pipe, stdout=pipe, stderr=pipe, env=dict(self.environment), start_new_session=True
         )
         try:
             await self._begin(process, program)
-            return await self._watch(process)
-        finally:
-            killed = process.returncode is None
-            await end(process)
-            if killed and (removal := self.removal(name)):
-                remove = partial(subprocess.run, removal, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True)
-                with suppress(subprocess.TimeoutExpired):
-                    await asyncio.to_thread(remove, timeout=_REMOVE_S, check=False)
+        except ToolError:
+            await self._end(process, name)
+            raise
+        return process
+
+    async def _end(self, process: asyncio.subprocess.Process, name: str) -> None:
+        killed = process.returncode is None
+        await end(process)
+        if killed and (removal := self.removal(name)):
+            remove = partial(subprocess.run, removal, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True)
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(remove, timeout=_REMOVE_S, check=False)
 
     async def _begin(self, process: asyncio.subprocess.Process, program: bytes) -> None:
         """Pass the program to the command, and wait until it begins. Raises ToolError."""

@@ -133,8 +133,8 @@ def test_a_cancelled_call_leaves_nothing() -> None:
 
 def test_programs_end_with_the_controller() -> None:
     mark = 2**28 + os.getpid()
-    code = f"import asyncio\nfrom asyncmoe.rollout.episodes.tools import sandbox\nlimits = sandbox.PythonLimits(wall_s=300.0, memory_bytes={mark})\n"
-    code += "asyncio.run(sandbox.Bubblewrap(limits).run(b'import time; time.sleep(300)'))"
+    code = "import asyncio\nfrom asyncmoe.rollout.episodes.tools.sandbox import *\n"
+    code += f"asyncio.run(Bubblewrap(PythonLimits(wall_s=300.0, memory_bytes={mark})).run(b'import time; time.sleep(300)'))"
     with subprocess.Popen([sys.executable, "-c", code]) as controller:
         until = time.monotonic() + 60
         while sum(map(has_child, running(f'"RLIMIT_AS": [{mark}'))) < 2 and time.monotonic() < until:  # bubblewrap's two processes

@@ -12,7 +12,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
-from asyncmoe.reshard.shm_transport import GONE, READY, Half, RingLink, ShmTransport, used_slots
+from asyncmoe.reshard.shm_transport import GONE, READY, RingEnd, RingLink, ShmTransport, used_slots
 from asyncmoe.reshard.transport import Lane, Link, TransportEnd
 
 _HANDLE_BYTES = 64
@@ -78,7 +78,7 @@ def open_ipc(end: TransportEnd) -> IpcTransport:
     return IpcTransport(end.rank, end.session, end.device, stream=end.stream, gpu=Gpu(end.device, end.relieve))
 
 
-class _DeviceHalf(Half):
+class _DeviceRingEnd(RingEnd):
     """An end of a lane whose slots lie in device memory."""
 
     memory: DeviceBuffer | None = None
@@ -89,7 +89,7 @@ class _DeviceHalf(Half):
         return self.memory[start : start + self.lane.message_bytes[number]]
 
 
-class _Sending(_DeviceHalf):
+class _Sending(_DeviceRingEnd):
     def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, memory: DeviceBuffer) -> None:
         super().__init__(rank, lane.peer, lane, slots, ring)
         self.memory = memory
@@ -107,7 +107,7 @@ _kept: list[DeviceBuffer | None] = []
 """Memory that a peer may still read: freeing it while a handle is open is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle)."""
 
 
-class _Receiving(_DeviceHalf):
+class _Receiving(_DeviceRingEnd):
     def __init__(self, rank: int, lane: Lane, slots: int, ring: _C.ShmRing, gpu: Gpu) -> None:
         super().__init__(lane.peer, rank, lane, slots, ring)
         self._gpu = gpu
@@ -132,7 +132,7 @@ class _IpcLink(RingLink):
         super().__init__(out, into)
         self.device = gpu.device
         self._gpu, self._stream = gpu, stream
-        self._pending: deque[tuple[_C.DeviceEvent, Half]] = deque()
+        self._pending: deque[tuple[_C.DeviceEvent, RingEnd]] = deque()
         self._events: list[_C.DeviceEvent] = []
 
     def close_round(self, number: int, timeout_s: float) -> None:
@@ -151,29 +151,29 @@ class _IpcLink(RingLink):
         # rank.
         while self._into:
             self._into.pop().memory = None
-        for half in self._out:
-            half.close(deadline)
+        for end in self._out:
+            end.close(deadline)
         self._out = []
 
-    def _hand_over(self, half: Half) -> None:
-        half.count += 1
+    def _hand_over(self, end: RingEnd) -> None:
+        end.count += 1
         event = self._events.pop() if self._events else self._gpu.event()
         event.record(self._stream)
-        self._pending.append((event, half))
+        self._pending.append((event, end))
 
-    def _wait(self, half: Half, what: str, timeout_s: float) -> None:
+    def _wait(self, end: RingEnd, what: str, timeout_s: float) -> None:
         """Wait until this rank owns a slot of a lane. Before waiting for peers, hand over everything that they may be waiting for."""
         self._settle(lambda event: event.done())
-        if half.ring.wait(0.0, 1 + sum(owner is half for _, owner in self._pending)) != READY:
+        if end.ring.wait(0.0, 1 + sum(owner is end for _, owner in self._pending)) != READY:
             self._settle(self._until(timeout_s))
-            half.wait(what, timeout_s)
+            end.wait(what, timeout_s)
 
     def _settle(self, done: Callable[[_C.DeviceEvent], bool]) -> None:
         """Hand over slots in order, up to the first whose kernel is not done."""
         while self._pending and done(self._pending[0][0]):
-            event, half = self._pending.popleft()
+            event, end = self._pending.popleft()
             self._events.append(event)
-            half.ring.advance()
+            end.ring.advance()
 
     def _until(self, timeout_s: float) -> Callable[[_C.DeviceEvent], bool]:
         def done(event: _C.DeviceEvent) -> bool:

@@ -41,8 +41,8 @@ class ShmTransport:
             TransferError: /dev/shm is full, or a ring's size differs from the size this rank expects.
         """
         created, attached = self.rings(outgoing, incoming, slots, timeout_s)
-        out = [Half(self.rank, lane.peer, lane, slots, ring) for lane, ring in zip(outgoing, created, strict=True)]
-        return RingLink(out, [Half(lane.peer, self.rank, lane, slots, ring) for lane, ring in zip(incoming, attached, strict=True)])
+        out = [RingEnd(self.rank, lane.peer, lane, slots, ring) for lane, ring in zip(outgoing, created, strict=True)]
+        return RingLink(out, [RingEnd(lane.peer, self.rank, lane, slots, ring) for lane, ring in zip(incoming, attached, strict=True)])
 
     def rings(
         self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float
@@ -82,7 +82,7 @@ def open_shm(end: TransportEnd) -> ShmTransport:
     return ShmTransport(end.rank, end.session)
 
 
-class Half:
+class RingEnd:
     """This rank's end of a lane: the ring that hands its slots over, and the number of messages that passed so far."""
 
     def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
@@ -118,13 +118,13 @@ class RingLink:
 
     device = "cpu"
 
-    def __init__(self, out: Sequence[Half], into: Sequence[Half]) -> None:
-        self._out: Sequence[Half] = out
-        self._into: Sequence[Half] = into
+    def __init__(self, out: Sequence[RingEnd], into: Sequence[RingEnd]) -> None:
+        self._out: Sequence[RingEnd] = out
+        self._into: Sequence[RingEnd] = into
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        for half, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
-            half.lane = lane
+        for end, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
+            end.lane = lane
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         self._wait(self._out[lane], "room for another message", timeout_s)
@@ -145,17 +145,17 @@ class RingLink:
 
     def finish(self, timeout_s: float) -> None:
         # A sender that left now would remove rings to which receivers have not yet attached.
-        for half in self._out:
-            half.wait("to take the last message", timeout_s, needed=half.slots)
+        for end in self._out:
+            end.wait("to take the last message", timeout_s, needed=end.slots)
 
     def close(self) -> None:
         self._out, self._into = [], []  # a ring exists as long as a view of one of its slots
 
-    def _wait(self, half: Half, what: str, timeout_s: float) -> None:
-        half.wait(what, timeout_s)
+    def _wait(self, end: RingEnd, what: str, timeout_s: float) -> None:
+        end.wait(what, timeout_s)
 
-    def _hand_over(self, half: Half) -> None:
-        half.advance()
+    def _hand_over(self, end: RingEnd) -> None:
+        end.advance()
 
 
 def used_slots(lane: Lane, slots: int) -> int:

@@ -164,10 +164,14 @@ PLANT = _table(
 )
 """Removed keys of the plant of `asyncmoe simulate`."""
 
-VALUES: Mapping[tuple[str, str], str] = {
+VALUES: Mapping[tuple[str, str | int], str] = {
+    ("rollout.group_size", 1): "2 or more: advantages compare the responses to a prompt",
+    ("rollout.top_k", 1): "2 or more, or null: with 1, all responses to a prompt are the same",
+    ("rollout.workers", 0): "1 or more: episodes run in rollout workers",
     ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",
     ("trainer.precision", "fp32"): "trainer.dtype=float32",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
+    **{(f"verify.anomalies.{rule}.action", "off"): f"verify.anomalies.{rule}.above=null" for rule in ("grad_norm", "kl_engine")},
 }
 """(Key, one of its values that was removed) -> what to do instead."""
 
@@ -213,7 +217,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     for path, value in list(_leaves(values)):
         name = _name(path)
         gone = keys.get(name) or next((keys[section] for section in _sections(name) if section in keys), None)
-        if isinstance(value, str) and (name, value) in VALUES:
+        if isinstance(value, str | int) and not isinstance(value, bool) and (name, value) in VALUES:
             found[path] = value, VALUES[name, value]
         elif gone is None:
             continue

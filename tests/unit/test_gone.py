@@ -70,12 +70,24 @@ def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:
         configuration.of_run(tmp_path, idle=False)
 
 
-def test_nothing_in_the_table_is_there() -> None:
+def test_no_key_in_the_table_is_there() -> None:
     assert not set(_keys(Config)) & gone.KEYS.keys()
-    for key, value in gone.VALUES:
-        section, name = key.split(".")
-        with pytest.raises(ConfigError):
-            configuration.parse(NEEDED | {section: {name: value}})
+
+
+@pytest.mark.parametrize(("key", "value"), gone.VALUES)
+def test_a_removed_value_is_refused_except_where_nothing_starts(key: str, value: str | int, tmp_path: Path) -> None:
+    *sections, name = key.split(".")
+    values: dict[str, Any] = {name: value}
+    for section in reversed(sections):
+        values = {section: values}
+    with pytest.raises(ConfigError):
+        configuration.parse(NEEDED | values)
+    needed = NEEDED | {"run": {"dir": str(tmp_path), "steps": 1}}
+    written(tmp_path, needed | values)
+    assert configuration.of_run(tmp_path) == configuration.parse(needed)
+    with pytest.raises(ConfigError) as caught:
+        configuration.of_run(tmp_path, idle=False)
+    assert gone.VALUES[key, value] in str(caught.value)
 
 
 @pytest.mark.parametrize("command", gone.COMMANDS)

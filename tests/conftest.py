@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("thorough" if config.getoption("--thorough") else "repeatable")
+    # A shell starts processes in the background with SIGINT ignored, and they pass that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,14 +71,6 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.chdir(root)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT as Python handles it, also in processes that are started; a shell starts processes in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

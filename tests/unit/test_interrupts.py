@@ -37,7 +37,6 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -102,7 +101,6 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_first_step_of_a_run_stops_it() -> None:
     assert ended(AT_ONCE).stdout == "stopped\n"
 

@@ -226,7 +226,6 @@ def test_options_that_no_function_takes() -> None:
 # ---------------------------------------------------------------- code that does not return
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_what_a_user_s_code_raises_is_its_failure_but_for_ctrl_c() -> None:
     for error, said in ((SystemExit(3), "SystemExit: 3"), (StopIteration(), "StopIteration")):
         with pytest.raises(plugins.Failed, match=rf"^{said} at tests/unit/test_plugins\.py:\d+$"), plugins.guarded(9.0):

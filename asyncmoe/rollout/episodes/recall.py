@@ -17,8 +17,20 @@ from asyncmoe.trajectory import TOP
 _FORM = 4
 """Version of the record format; answers recorded in another format are requested again."""
 _DIGEST_BYTES = 16
-_Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None, bytes | None]
-"""A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
+
+
+class _Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
+
+    salt: int
+    tokens: bytes
+    logprobs: bytes
+    spans: tuple[VersionSpan, ...]
+    finish: str
+    cached_tokens: int
+    routes: bytes | None
+    masks: tuple[bytes, bytes] | None
+    top: bytes | None
 
 
 @dataclass(frozen=True)
@@ -75,13 +87,12 @@ def _encoded(answer: PooledGeneration) -> bytes:
     routes = None if g.routes is None else bytes(g.routes)
     tokens, logprobs = g.tokens.astype("<i4").tobytes(), g.logprobs.astype("<f4").tobytes()
     top = None if g.top is None else g.top.tobytes()
-    return msgspec.msgpack.encode((answer.salt, tokens, logprobs, g.spans, g.finish, g.cached_tokens, routes, masks, top))
+    return msgspec.msgpack.encode(_Recorded(answer.salt, tokens, logprobs, g.spans, g.finish, g.cached_tokens, routes, masks, top))
 
 
 def _decoded(recorded: bytes) -> PooledGeneration:
-    salt, tokens, logprobs, spans, finish, cached, routes, masks, top = msgspec.msgpack.decode(recorded, type=_Recorded)
-    lists = None if masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in masks))
-    arrays = np.frombuffer(tokens, "<i4"), np.frombuffer(logprobs, "<f4")
-    count = len(arrays[0])
-    ids = None if top is None else np.frombuffer(top, TOP).reshape(count, len(top) // TOP.itemsize // max(count, 1))
-    return PooledGeneration(Generation(*arrays, spans, finish, cached, routes, lists, ids), salt)
+    r = msgspec.msgpack.decode(recorded, type=_Recorded)
+    tokens, logprobs = np.frombuffer(r.tokens, "<i4"), np.frombuffer(r.logprobs, "<f4")
+    masks = None if r.masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in r.masks))
+    top = None if r.top is None else np.frombuffer(r.top, TOP).reshape(len(tokens), len(r.top) // TOP.itemsize // max(len(tokens), 1))
+    return PooledGeneration(Generation(tokens, logprobs, r.spans, r.finish, r.cached_tokens, r.routes, masks, top), r.salt)

@@ -83,8 +83,10 @@ def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest
     Command("export", str(tmp_path / "run"), str(tmp_path / "exported")).succeed()
     assert (tmp_path / "exported.log").exists()
     assert "step 4 of the run run" in (tmp_path / "exported" / "README.md").read_text()
-    for kept in ("configuration_kimi.py", "tokenization_kimi.py", "config.json", "tokenizer_config.json"):
+    for kept in ("configuration_kimi.py", "tokenization_kimi.py", "tokenizer_config.json"):
         assert (tmp_path / "exported" / kept).read_bytes() == (model / kept).read_bytes()
+    was, exported = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "exported"))
+    assert {key: exported[key] for key in was} == {**was, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])

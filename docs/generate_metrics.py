@@ -27,6 +27,8 @@ HEAD = """\
 
 A run writes these records to its directory `run.dir`, one JSON object a line. A number that was not measured is `null`. The last column
 names the figure of `report.html` that draws the field; metrics without an entry there are drawn in the report's last section.
+`metrics.jsonl` also has a line `{"resumed_at": S, ...}` for each start of the trainer from step S, after which earlier records of steps
+above S no longer count.
 [CONTRIBUTING](../CONTRIBUTING.md#a-new-metric) says how to add a metric.
 
 TensorBoard has every number as `step/<field>`, `rollout/<field>` or `evaluation/<field>`;

@@ -144,7 +144,7 @@ class ObjectiveSection(Section):
     correction: CorrectionSection = CorrectionSection()
     score_centering: NonNegative = 0
     """Score centring: subtract from each token's gradient the mean over what the engine could have sampled, computed from this many most
-    probable ids, for example 64; 0: off. Needs correction.weight token or none, and with truncated sampling keep.sampling_mask."""
+    probable ids, for example 64, at most the vocabulary; 0: off. Excludes some values of other keys (docs/guides/objective.md)."""
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()
     distill: DistillSection = DistillSection()
@@ -178,18 +178,21 @@ class ObjectiveSection(Section):
                 because = f"its default, as objective.loss is {self.loss}, which replaces it"
                 expected = f"{'null' if default is None else default}, {because}"
                 raise refused(f"objective.{name}", getattr(self, name), expected, "leave it out, or pass it in objective.loss_options")
-        if self.proximal == "behaviour" and weight in ("token", "sequence"):
-            expected = "none because objective.proximal is behaviour (the ratio to the engine would be applied twice)"
-            raise refused("objective.correction.weight", weight, expected, "set it to none, or objective.proximal to recompute")
         because = "because objective.score_centering is above 0"
-        known = (
+        published = (
             ("loss", self.loss, "surrogate"),
             ("correction.weight", weight, "token none"),
             ("proximal", self.proximal, "recompute loglinear"),
         )
-        for key, value, fit in known if self.score_centering else ():
+        for key, value, fit in published if self.score_centering else ():
             if value not in fit.split():
-                raise refused(f"objective.{key}", value, f"{fit.replace(' ', ' or ')} {because}, which knows no other weight of a token")
+                expected = f"{fit.replace(' ', ' or ')} {because}, and nothing else has a published formula"
+                raise refused(f"objective.{key}", value, expected)
+        if self.proximal == "behaviour" and weight in ("token", "sequence"):
+            expected = (
+                f"recompute or loglinear because objective.correction.weight is {weight} (the ratio to the engine would be applied twice)"
+            )
+            raise refused("objective.proximal", "behaviour", expected, "set it back, or objective.correction.weight to none")
         if self.score_centering and self.correction.token_band and self.correction.denominator == "kept":
             expected = f"planned {because} and token_band is set (tokens that it rejects are centred, too)"
             raise refused("objective.correction.denominator", "kept", expected)

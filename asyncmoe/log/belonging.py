@@ -12,7 +12,7 @@ from asyncmoe import storage
 from asyncmoe.errors import ConfigError, DataError
 
 MARKER, FOLDER = "log.json", "log"
-FORM: Final = 3
+FORM: Final = 4
 """Version of all record formats: raise it when one changes."""
 _FORMER = ("journal.json", "journal")
 _AGAIN = "queued and unfinished episodes are then sampled again"
@@ -30,7 +30,7 @@ class Belonging(msgspec.Struct, frozen=True):
         run: random name, contained in every segment or key.
     """
 
-    form: Literal[3]
+    form: Literal[4]
     of: dict[str, str]
     redis: bool = False
     begun: bool = False

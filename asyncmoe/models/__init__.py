@@ -97,6 +97,8 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     if faults:
         raise together(faults)
     _check_lengths(config, hf)
+    if (ids := config.objective.score_centering) > hf["vocab_size"]:  # a request for more would end the engine
+        raise ConfigError("objective.score_centering", got=ids, expected=f"at most {hf['vocab_size']}, the size of the vocabulary")
     family.check(hf, trainer_parallel(config), engine_parallel(config))
     _check_float8(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
@@ -192,16 +194,13 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
 def recording(config: Config, hf: Mapping[str, Any]) -> Recording:
     """Return the data that engines record for every sampled token, and what else its trajectory holds.
 
-    Raises: see `kept_routing`; also ConfigError for more ids than the model has.
+    Raises: see `kept_routing`.
     """
-    routing, objective, vocabulary = kept_routing(config, hf), config.objective, hf["vocab_size"]
-    if objective.score_centering > vocabulary:  # a request for more would end the engine
-        expected = f"at most {vocabulary}, the size of the vocabulary"
-        raise ConfigError("objective.score_centering", got=str(objective.score_centering), expected=expected)
+    objective = config.objective
     return Recording(
-        routing,
+        kept_routing(config, hf),
         config.keeps_sampling_mask,
-        vocabulary,
+        hf["vocab_size"],
         rewards=objective.process.weight > 0,
         teacher=objective.distill.weight > 0,
         top=objective.score_centering,

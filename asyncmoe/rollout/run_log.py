@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -169,8 +167,16 @@ def belonging_of(config: Config, recording: Recording) -> Belonging:
 def identity(config: Config, recording: Recording) -> dict[str, str]:
     """Return, by key, the values that must stay the same for a log's groups to be trained; `asyncmoe.models.origin` has those that must
     stay the same in any resumed run."""
-    kept = hashlib.sha256(json.dumps(repr(recording)).encode()).hexdigest()[:12]
-    return {"run.seed": str(config.run.seed), "rollout.group_size": str(config.rollout.group_size), "keep": kept}
+    kept = {
+        "run.seed": config.run.seed,
+        "rollout.group_size": config.rollout.group_size,
+        "keep.routing": "off" if recording.routing is None else "on",
+        "keep.sampling_mask": "on" if recording.masks else "off",
+        "objective.process.weight": "above 0" if recording.rewards else 0,
+        "objective.distill.weight": "above 0" if recording.teacher else 0,
+        "objective.score_centering": recording.top,
+    }
+    return {key: str(value) for key, value in kept.items()}
 
 
 def oldest(run_dir: Path, keep: int) -> int | None:

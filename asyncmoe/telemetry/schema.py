@@ -133,9 +133,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     plugin_metrics: Annotated[
         Mapping[str, float | None] | None,
         Metric(
-            'Metrics of the user\'s own parts of the objective, by "advantage/NAME", "loss/NAME" or "weight/NAME", and of '
-            '"score_centering/tail" and "score_centering/ratio".',
-            "the function's own unit",
+            'Metrics of your own functions ("advantage/NAME", "loss/NAME", "weight/NAME") and of score centring '
+            '("score_centering/tail", "score_centering/ratio").',
+            "the metric's own unit",
             key="name",
         ),
     ] = None

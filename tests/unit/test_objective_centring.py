@@ -11,9 +11,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from asyncmoe import models
 from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import recording
 from asyncmoe.trainer.data.batch import pack
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
@@ -126,6 +126,6 @@ def test_what_has_no_known_formula_is_refused(wrong: dict[str, Any]) -> None:
 def test_it_needs_the_masks_of_truncated_sampling_and_a_vocabulary_of_that_size() -> None:
     asked: Any = {"objective": {"score_centering": 9}, "rollout": {"top_k": 20}}
     with pytest.raises(ConfigError, match=r"objective\.score_centering"):
-        recording(minimal(**asked), sized(ENGINE, "qwen3_moe") | {"vocab_size": 8})
+        models.check(minimal(**asked), sized(ENGINE, "qwen3_moe") | {"vocab_size": 8})
     with pytest.raises(ConfigError, match=r"keep\.sampling_mask"):
         minimal(**asked, keep={"sampling_mask": "off"})

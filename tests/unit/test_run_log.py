@@ -157,11 +157,19 @@ def begun(run_dir: Path, number: int = 0) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("key", ["run.seed", "rollout.group_size", "keep"])
+RECORDED = {
+    "keep.sampling_mask": Recording(masks=True),
+    "objective.process.weight": Recording(rewards=True),
+    "objective.distill.weight": Recording(teacher=True),
+    "objective.score_centering": Recording(top=4),
+}
+
+
+@pytest.mark.parametrize("key", ["run.seed", "rollout.group_size", *RECORDED])
 def test_a_log_belongs_to_what_its_groups_were_sampled_by(tmp_path: Path, key: str) -> None:
-    config, recording = configured(tmp_path / "run"), Recording(masks=True) if key == "keep" else NOTHING
+    config, recording = configured(tmp_path / "run"), RECORDED.get(key, NOTHING)
     values = config.model_dump()
-    if key != "keep":
+    if key not in RECORDED:
         section, name = key.split(".")
         values[section][name] = 4
     other = parse(values)

@@ -104,6 +104,15 @@ def test_a_scorer_that_does_not_score_ends_the_run_before_an_engine_starts(
     assert ("in moody" in caplog.text) == (scorer == f"{SCORERS}:moody")
 
 
+@pytest.mark.parametrize(("weighed", "starts"), [("brief", True), ("breif", False)])
+def test_gdpo_weighs_only_metrics_that_the_scorer_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weighed: str, starts: bool
+) -> None:
+    objective = {"advantage": "gdpo", "advantage_options": {"weights": {"right": 1, weighed: 0.5}}}
+    with pytest.raises(Started) if starts else pytest.raises(ConfigError, match=rf"^objective\.advantage_options: got .*{weighed}"):
+        serve(monkeypatch, tmp_path, config(tmp_path, more={"objective": objective}, scorer=f"{SCORERS}:named"))
+
+
 def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unanswered = SimpleNamespace(prompt=lambda group: Prompt("q", (1, 2), ""))
     for try_first in (True, False):

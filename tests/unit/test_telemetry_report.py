@@ -83,8 +83,8 @@ def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path:
             own = {"loss/gate $x_{": 0.5 / step, "advantage/deviation": None if step == 2 else 1e6 * step}
             metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, plugin_metrics=own))
     learning = _figures(tmp_path)["Learning"]
-    assert [trace["x"] for trace in learning["Your function's advantage/deviation"]["data"]] == [[1, 3, 4]]
-    assert [trace["y"] for trace in learning["Your function's loss/gate $x_{"]["data"]] == [[0.5, 0.25, 0.166667, 0.125]]
+    assert [trace["x"] for trace in learning["Objective: advantage/deviation"]["data"]] == [[1, 3, 4]]
+    assert [trace["y"] for trace in learning["Objective: loss/gate $x_{"]["data"]] == [[0.5, 0.25, 0.166667, 0.125]]
 
 
 def test_evaluation_sets_are_curves_of_their_own_with_error_bars(tmp_path: Path) -> None:

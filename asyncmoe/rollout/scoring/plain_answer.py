@@ -113,5 +113,5 @@ def metrics_of(value: object) -> dict[str, float]:
         try:
             found[name] = finite(value[name])
         except ValueError as error:
-            raise ValueError(f"the metric {name} = {error}, expected a finite number; leave it out of responses without one") from error
+            raise ValueError(f"the metric {name} = {error}, expected a finite number or no such metric") from error
     return found

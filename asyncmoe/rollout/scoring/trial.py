@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
+from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
@@ -30,7 +31,8 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: 
 
     Raises:
         DataError: an answer does not equal itself.
-        ConfigError: scorer or teacher does not return a score, or the scorer compares with an answer that the first prompt does not have.
+        ConfigError: scorer or teacher does not return a score, or the scorer compares with an answer that the first prompt does not have;
+            or gdpo weighs a metric that the scorer's metrics lack.
     """
     section = config.scoring
     kind = scorer_kind(section, config.task)
@@ -55,9 +57,20 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: 
     for name, stage in (("scorer", scorer), ("teacher", teacher)):
         try:
             if isinstance(stage, LimitedScorer) and (asked or name == "teacher"):
-                await stage.attempt(sample)
+                score = await stage.attempt(sample)
+                if name == "scorer" and score.metrics and config.objective.advantage == "gdpo":
+                    _check_weights(config.objective.advantage_options, score.metrics)
         except TrajectoryRejected as rejected:
             raise _refused(name, kind, rejected) from rejected
+
+
+def _check_weights(options: Mapping[str, Any] | None, metrics: Mapping[str, float]) -> None:
+    """Refuse weights of metrics that the scorer does not give: a batch without any of them would train nothing."""
+    if unknown := [name for name in (options or {}).get("weights", {}) if name not in metrics]:
+        got, expected = f"weights for {', '.join(unknown)}", f"only the metrics that scoring.scorer returned: {', '.join(metrics)}"
+        raise ConfigError(
+            "objective.advantage_options", got=got, expected=expected, hint="return them for the first prompt's own answer, too"
+        )
 
 
 def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigError:

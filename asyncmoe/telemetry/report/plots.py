@@ -64,7 +64,7 @@ PLOTS = (
     Plot(Step, LEARNING, "Clipped tokens", {"clip_fraction": ""}),
     Plot(Step, LEARNING, "Response length", {"response_tokens_mean": "mean", "response_tokens_quantiles": "quantile"}),
     Plot(Step, LEARNING, "Truncated responses", {"truncated_fraction": ""}),
-    Plot(Step, LEARNING, "Your function's", {"plugin_metrics": ""}, from_zero=False, apart=True),
+    Plot(Step, LEARNING, "Objective:", {"plugin_metrics": ""}, from_zero=False, apart=True),
     Plot(Step, STALENESS, "Age of the trained tokens", {"ages": ""}, heat="share"),
     Plot(Step, STALENESS, "Age in each batch", {"staleness_max": "oldest token", "staleness_mean": "mean"}),
     Plot(

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from asyncmoe.config.objective import Advantage, ObjectiveSection
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data import trees
@@ -39,7 +39,7 @@ def outcome_advantages(
     arXiv 2509.21240, also adds an advantage between trees and one within them.)
 
     Raises:
-        ConfigError: the user's own function fails, or gdpo finds none of the metrics it is to weigh.
+        ConfigError: the user's own function fails.
     """
     tree = trees.numbers(items)
     every = trees.members(tree)
@@ -58,7 +58,7 @@ def _tree_advantages(
     sampled = [sum(path.sampled for path in paths) for paths in every]
     named = {name: np.array([one.get(name, np.nan) for one in metrics]) for name in sorted(set().union(*metrics))}
     if plugins.advantage is None:
-        parts = _weighed(named, section) if section.advantage == "gdpo" else ()
+        parts = _weighed(named, section, len(rewards)) if section.advantage == "gdpo" else ()
         return objective.group_advantages(rewards, role, cast(Advantage, section.advantage), sampled, parts), {}
     responses = Responses.of(
         named,
@@ -73,13 +73,10 @@ def _tree_advantages(
     return value, {f"{plugins.advantage.short}/{name}": metric for name, metric in reported.items()}
 
 
-def _weighed(named: Mapping[str, np.ndarray], section: ObjectiveSection) -> list[tuple[float, np.ndarray]]:
-    """Return weight and values of each metric that gdpo sums. Raises ConfigError if no response has any of the named metrics."""
-    weights = (section.advantage_options or {}).get("weights")
-    if weights and not weights.keys() & named.keys():
-        expected = f"one of the metrics that responses have: {', '.join([*named][:8]) or 'none'}"
-        raise ConfigError("objective.advantage_options", got=f"weights for {', '.join(weights)}", expected=expected)
-    return [((weights or {}).get(name, 1.0), values) for name, values in named.items() if not weights or name in weights]
+def _weighed(named: Mapping[str, np.ndarray], section: ObjectiveSection, count: int) -> list[tuple[float, np.ndarray]]:
+    """Return weight and values of each metric that gdpo sums; empty: no metric has a weight of its own, and no response has a metric."""
+    weights = (section.advantage_options or {}).get("weights") or dict.fromkeys(named, 1.0)
+    return [(weight, named.get(name, np.full(count, np.nan))) for name, weight in weights.items()]
 
 
 def relatives(items: Sequence[Item], wanted: Sequence[int], section: ObjectiveSection) -> list[int]:

@@ -52,7 +52,8 @@ class MemorySection(Section):
 
     optimizer_offload: Fraction = 0.0
     """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) kept in host memory and updated by the CPU
-    (Megatron's HybridDeviceOptimizer). In host memory a parameter takes 16 bytes, gradient included."""
+    (Megatron's HybridDeviceOptimizer), by threads on as many cores as the machine has for each of its ranks; a value of OMP_NUM_THREADS
+    wins. In host memory a parameter takes 16 bytes, gradient included."""
     exp_avg_dtype: Moment = "float32"
     """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter, needs Transformer Engine, and excludes optimizer_offload.
     Checkpoints always hold float32, so a run can resume with another dtype."""
@@ -119,7 +120,8 @@ class TrainerSection(Section):
     precision: Literal["fp8"] | None = None
     """Precision of computation in layers; null: dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise
     recipe, E4M3, as in DeepSeek-V3); weights are kept, saved and sent in bfloat16; embedding, output layer, routers, norms and attention
-    compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
+    compute in bfloat16. Needs Hopper or newer and Transformer Engine. Scales of blocks are float32 on Hopper, as in engines, and powers of
+    two on newer GPUs."""
     edge_layers: NonNegative = 1
     """With precision fp8: number of layers at each end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
     pack: bool = True

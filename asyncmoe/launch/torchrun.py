@@ -19,14 +19,16 @@ from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say, signalled
-from asyncmoe.rpc.environment import AGENT
+from asyncmoe.rpc.environment import AGENT, OWN_THREADS
 from asyncmoe.scratch import Scratch
 
 if TYPE_CHECKING:
     from asyncmoe.config import Config
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines."""
+_THREADS = "OMP_NUM_THREADS"
+_ENVIRONMENT = {_THREADS: "1", "TOKENIZERS_PARALLELISM": "false"}
+"""One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines; more only in
+the step of an offloaded optimizer (`asyncmoe.trainer.model.step_threads`)."""
 
 
 def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -35,7 +37,8 @@ def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
     Args:
         ours: the starting process's variables, which take precedence.
     """
-    return {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
+    found = {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
+    return found if _THREADS in ours else {**found, OWN_THREADS: "1"}
 
 
 def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:

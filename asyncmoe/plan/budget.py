@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import adapter_of, engine_dtype, engine_parallel, load_hf_config, make, trainer_parallel, with_family
+from asyncmoe.models import adapter_of, engine_dtype, engine_parallel, kept_routing, load_hf_config, make, trainer_parallel, with_family
 from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, Training
@@ -83,7 +83,7 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
 
 
 def check_host(config: Config, found: Budget, ram: int) -> None:
-    """Refuse an offload that exceeds the memory of a trainer's machine.
+    """Refuse an offload that exceeds the memory of a trainer's machine, on which the run also starts its engines.
 
     Args:
         ram: bytes of memory of a machine.
@@ -92,14 +92,15 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
         ConfigError: names the share of the optimizer's state that would fit.
     """
     share, ranks = config.trainer.memory.optimizer_offload, -(-config.trainer.ranks // config.cluster.trainer_nodes)
-    needed, room = ranks * sum(found.host.values()), int(HOST * ram)
+    engines = 0 if config.engines.join else config.engines.count * config.engines.ranks_per_node
+    needed, room = ranks * sum(found.host.values()) + engines * sum(found.engine.host.values()), int(HOST * ram)
     if not share or needed <= room:
         return
     state = ranks * found.host[OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(
         OFFLOAD,
-        got=f"{share:g}, with which {ranks} trainer ranks take {_gb(needed)} GB of their machine's memory",
+        got=f"{share:g}, with which trainer and engines take {_gb(needed)} GB of the machine's memory",
         expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free",
         hint=f"{f'set {fitting:g}, or ' if fitting else ''}use more trainer nodes (cluster.trainer_nodes)",
     )
@@ -254,6 +255,7 @@ def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> E
         bucket_bytes=config.sync.bucket_bytes,
         gpu=not cpu,
         communicators=_communicators(config, cpu),
+        routes=kept_routing(config, hf) is not None,
     )
 
 

@@ -38,6 +38,7 @@ BUFFERS = 2
 """Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
 LEAST = 8
 """Fewest conversations that should fit into an engine's KV cache."""
+ROUTES = "keep.routing"
 _EXPERTS = ".experts."
 _BIAS = ("router_bias", "router.expert_bias")
 """Suffixes of the router bias in tensor names and in Megatron's names; it is float32 and has no gradient."""
@@ -119,6 +120,7 @@ class EngineMemory:
         running: concurrent requests.
         adapter: the adapter that is trained in place of the weights, if any.
         gpu: the engine runs on a GPU; without one, working memory is 0, because SGLang estimates it for GPUs only.
+        routes: the engine records the experts of each token (`keep.routing`).
         communicators: as in `Training`.
     """
 
@@ -131,6 +133,7 @@ class EngineMemory:
     bucket_bytes: int = 256 << 20
     gpu: bool = True
     communicators: int = 0
+    routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,10 @@ def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,
     }
-    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
+    m = shape_of(hf)
+    # Every rank pins int32[tokens + a page, layers, top-k] (SGLang 0.5.23: `BaseHostCache` of state_capturer/base.py).
+    host = {ROUTES: 4 * serving.tokens * m.layers * m.experts_per_token} if serving.routes else {}
+    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes}, host)
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:

@@ -50,7 +50,7 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
     render_plan.show_budget(found, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
-    return {"update": asdict(forecast), "memory": columns, "host_memory": dict(found.host), "fits": not found.refusals}
+    return {"update": asdict(forecast), "memory": columns, "host_memory": {**found.host, **found.engine.host}, "fits": not found.refusals}
 
 
 def of_cluster(

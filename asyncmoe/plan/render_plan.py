@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.plan import speeds
 from asyncmoe.plan.budget import OFFLOAD, Budget
-from asyncmoe.plan.memory import MARGIN, USABLE, EngineMemory, GpuMemory, Hf, usable
+from asyncmoe.plan.memory import MARGIN, ROUTES, USABLE, EngineMemory, GpuMemory, Hf, usable
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
@@ -56,10 +56,12 @@ def show_budget(found: Budget, console: Console) -> None:
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
     _show_memory(columns, found.gpu_gb, console)
-    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}.", found.line]
+    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}."]
     for key, nbytes in found.host.items():
         lines.append(f"# host memory: {nbytes / 1e9:.3g} GB a trainer rank, for the copy that {key} keeps")
-    lines += [str(refusal) for refusal in found.refusals]
+    for key, nbytes in found.engine.host.items():
+        lines.append(f"# host memory: {nbytes / 1e9:.3g} GB an engine rank, for what {key} records of the tokens in its KV cache")
+    lines += [found.line, *map(str, found.refusals)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -113,6 +115,7 @@ def _column(split: Split, update: Forecast, cluster: Cluster, hf: Hf, nic: float
         "recompute": "full" if trainer.recompute else "none",
         "optimizer's state in host memory": f"{trainer.offload:.0%}",
         "host memory of a trainer's node": size(cluster.gpus * trainer.memory.host[OFFLOAD]),
+        "host memory of an engine's node, for routes": size(cluster.gpus * engine.memory.host.get(ROUTES, 0)),
         "engines": f"{split.engines} x tp {engine.parallel.tp}, ep {engine.parallel.ep}",
         "nodes of an engine": str(engine.nodes),
         "new weights arrive": _arrive(engine.serving.staged),

@@ -265,7 +265,7 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
     m = shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
-        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR, routes=m.experts > 0)
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]

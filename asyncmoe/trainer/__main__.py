@@ -12,10 +12,9 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.rpc import nccl_settings
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.telemetry import heartbeats, processes
-from asyncmoe.trainer.model import connections
+from asyncmoe.trainer.model import environment
 
 
 def main() -> None:
@@ -28,9 +27,8 @@ def main() -> None:
             config = with_local_model(configuration.load(Path(sys.argv[1]), sys.argv[2:]), download=False)
             processes.record(config.run.dir, f"trainer.{rank}")
             heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
-            connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
-            os.environ.update(nccl_settings.set_defaults(os.environ))
             with uncollected():
+                environment.prepare(config.trainer)
                 from asyncmoe.platform import megatron
 
                 megatron.prepare()

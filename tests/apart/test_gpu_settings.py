@@ -1,19 +1,25 @@
-"""What saves memory on GPUs, as Megatron is given it; what refuses it: test_switches.py."""
+"""What saves memory on GPUs, as Megatron is given it, and the offloaded optimizer's step; what refuses it: test_switches.py."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from asyncmoe.config import Config
 from asyncmoe.config.trainer import MemorySection
+from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
+from asyncmoe.platform.megatron import adam
+from asyncmoe.trainer.model import step_threads
 from asyncmoe.trainer.model.gpu_settings import ROWS, float8_arguments, optimizer_arguments
 from asyncmoe.trainer.model.mesh import Mesh
 
@@ -21,9 +27,10 @@ megatron.prepare()
 
 from megatron.core import fp8_utils  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, optimizer_config  # noqa: E402
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 from megatron.core.transformer import transformer_config  # noqa: E402
 
-from asyncmoe.trainer.model import layers  # noqa: E402
+from asyncmoe.trainer.model import layers, optimizer  # noqa: E402
 from tests.configs import minimal  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
@@ -76,3 +83,51 @@ def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
     place = Mesh(rank=0, world=4, tp=2, cp=2, device=torch.device("cpu"), backend="nccl", row_block=ROWS, **sizes, **ranks)
     assert place.grid.rows % (2 * 2 * ROWS) == 0
     assert replace(place, row_block=1).grid.rows == 2 * 2 * 2
+
+
+# ---------------------------------------------------------------- the step of an offloaded optimizer
+
+
+class OnGpu(torch.nn.Parameter):
+    """Megatron's hybrid optimizer offloads what says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An offloaded parameter whose gradient is 1, as after loading a checkpoint that does not choose a kernel."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    parameter = OnGpu(torch.ones(8, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    return HybridDeviceOptimizer([parameter], 1.0, torch.optim.AdamW, torch.optim.AdamW, param_update_in_fp32=True, lr=0.1)
+
+
+def test_the_cpus_adam_has_the_ranks_share_of_the_cores_unless_the_user_chose(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    hybrid.cpu_optimizers[0].register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    before, config = torch.get_num_threads(), SimpleNamespace(optimizer_cpu_offload=True)
+    outer: Any = SimpleNamespace(config=config, get_grad_norm=float, step=lambda: (hybrid.step() is None, 1.0, None))
+    for cores, offload, given in ((10, True, {}), (1, True, {}), (10, False, {}), (10, True, {"OMP_NUM_THREADS": "1"})):
+        monkeypatch.setattr(step_threads, "cores", lambda cores=cores: cores)
+        config.optimizer_cpu_offload = offload
+        with mock.patch.dict(os.environ, trainer_environment(given) | {"LOCAL_WORLD_SIZE": "2"}):
+            optimizer.step(outer, lambda _: True)
+        seen.append(torch.get_num_threads())
+    assert seen == [5, before, 1, before, before, before, before, before]
+    assert hybrid.param_groups[0]["params"][0].tolist() == pytest.approx([0.6] * 8, abs=0.01)
+
+
+def test_a_containers_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_threads, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert step_threads.cores() == 8
+    for text, cores in (("max 100000", 8), ("350000 100000", 3), ("1600000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert step_threads.cores() == cores
+
+
+def test_the_cpus_adam_is_one_kernel_whatever_the_checkpoint_chose(hybrid: Any) -> None:
+    adam.fuse(SimpleNamespace(optimizer=hybrid))
+    hybrid.step()
+    assert hybrid.cpu_optimizers[0].param_groups[0]["fused"] is True

@@ -4,10 +4,12 @@ machines whose GPUs are not all alike, free, whole or in nvidia-smi's order: onl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from doctor_machines import GPUS, NODE, but, shown
@@ -19,7 +21,7 @@ from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import evaluate, gpus, preflight
 from asyncmoe.plan import budget
-from asyncmoe.trainer.model import connections
+from asyncmoe.trainer.model import environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -189,15 +191,34 @@ def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.M
 
 
 def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: pytest.LogCaptureFixture) -> None:
-    def environment(tp: int, **given: str) -> dict[str, str]:
-        connections.in_order(load(EXAMPLES / "demo.yaml", ["trainer.ep=1", f"trainer.tp={tp}"]).trainer, given)
-        return given
+    def connections(tp: int, **given: str) -> str | None:
+        run = load(EXAMPLES / "demo.yaml", ["trainer.ep=1", f"trainer.tp={tp}"])
+        return environment.before_cuda(run.trainer, given).get(environment.CONNECTIONS)
 
-    assert environment(1) == {}
-    assert environment(2) == {connections.VARIABLE: "1"}
+    assert connections(1) is None
+    assert connections(2) == "1"
     assert not caplog.records
-    assert environment(2, **{connections.VARIABLE: "8"}) == {connections.VARIABLE: "8"}
+    assert connections(2, **{environment.CONNECTIONS: "8"}) == "8"
     assert "unset the variable" in caplog.text
+
+
+def test_torchs_memory_grows_in_place_unless_the_user_chose() -> None:
+    run = load(EXAMPLES / "demo-gpu.yaml")
+    assert environment.before_cuda(run.trainer, {}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name, value in (("PYTORCH_ALLOC_CONF", ""), ("PYTORCH_CUDA_ALLOC_CONF", "backend:native"), ("LD_PRELOAD", "torch_memory_saver.so")):
+        assert environment.before_cuda(run.trainer, {name: value}) == {}
+
+
+def test_blocks_of_float8_have_float32_scales_on_hopper() -> None:
+    def scales(precision: str, capability: tuple[int, int], **given: str) -> str | None:
+        cuda = mock.patch.multiple("torch.cuda", is_available=lambda: True, get_device_capability=lambda _: capability)
+        with mock.patch.dict(os.environ, given, clear=True), cuda:
+            environment.prepare(load(EXAMPLES / "demo-gpu.yaml", [f"trainer.precision={precision}"]).trainer)
+            return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+
+    assert scales("fp8", (9, 0)) == "1"
+    assert scales("fp8", (9, 0), NVTE_FP8_BLOCK_SCALING_FP32_SCALES="0") == "0"
+    assert scales("fp8", (10, 0)) is scales("null", (9, 0)) is None
 
 
 # ---------------------------------------------------------------- machines with different GPUs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -50,6 +52,19 @@ def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
     packed_routes.install()
     assert "routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here" in capsys.readouterr().out
+
+
+def test_only_the_rank_that_answers_collects_and_packs() -> None:
+    """SGLang's processors collect the routes of every finished response on every rank; one rank has a socket."""
+    owner = SimpleNamespace(_maybe_collect_routed_experts=lambda _, request: setattr(request, "routed_experts", rows(5)))
+    packed_routes._mend(cast(Any, SimpleNamespace(SchedulerBatchResultProcessor=owner)), ROUTING)
+    got = []
+    for socket in (None, object()):
+        streamer, request = SimpleNamespace(send_to_detokenizer=SimpleNamespace(socket=socket)), SimpleNamespace(routed_experts=None)
+        owner._maybe_collect_routed_experts(SimpleNamespace(output_streamer=streamer), request)
+        got.append(request.routed_experts)
+    assert got[0] is None
+    assert torch.equal(got[1], packed(rows(5), ROUTING))
 
 
 def test_bytes_that_begin_otherwise_are_no_routes() -> None:

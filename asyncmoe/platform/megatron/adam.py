@@ -26,15 +26,19 @@ def install() -> None:
 
 def fuse(optimizer: Any) -> None:
     """Make torch's Adam, if Megatron's optimizer uses it, update all parameters of a group in one kernel. Call it again after loading a
-    checkpoint, which restores its own setting.
+    checkpoint, which restores its own setting, or none if Transformer Engine's Adam saved it.
 
-    torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and then keeps `step` on the parameter's device.
+    torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and then keeps `step` on the parameter's device. Of an
+    offloaded optimizer, the CPU's members take the setting from its groups before each step, and keep `step` where it belongs.
     """
+    hybrid = module("optimizer.cpu_offloading").HybridDeviceOptimizer
     for inner in (one.optimizer for one in optimizers(optimizer)):
-        if not isinstance(inner, torch.optim.Adam):  # AdamW is a subclass
+        if not isinstance(inner, (torch.optim.Adam, hybrid)):  # AdamW is a subclass
             continue
         for group in inner.param_groups:
             group["fused"], group["foreach"] = True, False
+            if isinstance(inner, hybrid):
+                continue
             for parameter in group["params"]:
                 if "step" in (state := inner.state.get(parameter, {})):
                     state["step"] = state["step"].to(parameter.device, torch.float32)

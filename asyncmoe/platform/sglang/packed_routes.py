@@ -3,6 +3,9 @@
 SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
 `TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336 bytes, or 448 in base64. The reader
 accepts both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
+
+Every rank's scheduler finishes a response, but only one of them sends it (`Scheduler.init_ipc_channels`; with data-parallel attention one
+for each group). The others do not collect its routes at all: reading them from host memory takes as long as packing.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ def _mend(module: ModuleType, routing: Routing) -> None:
 
     @wraps(collect)
     def collect_packed(self: Any, req: Any) -> None:
+        if self.output_streamer.send_to_detokenizer.socket is None:
+            return
         before = req.routed_experts
         collect(self, req)
         if req.routed_experts is not None and req.routed_experts is not before:

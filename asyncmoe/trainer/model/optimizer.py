@@ -12,6 +12,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import adam
+from asyncmoe.trainer.model import step_threads
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.gpu_settings import optimizer_arguments
 
@@ -82,7 +83,8 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
     # `ChainedOptimizer.step` calls this to get the norm before it clips and steps; it would continue with NaN.
     optimizer.get_grad_norm = asking
     try:
-        done, norm, _ = optimizer.step()
+        with step_threads.for_step(offloaded=optimizer.config.optimizer_cpu_offload):
+            done, norm, _ = optimizer.step()
     except _Refused as refused:
         return float(refused.args[0]), False
     finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,9 @@ import pytest
 import torch
 
 from asyncmoe.config.trainer import MegatronSection, TrainerSection
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import family_of
-from asyncmoe.platform import megatron
+from asyncmoe.platform import kernels, megatron
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import switches
 from asyncmoe.trainer.model.switches import RunFeatures, decide
@@ -23,7 +26,7 @@ megatron.prepare()
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import transformer_config  # noqa: E402
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.moe import fused_a2a, moe_utils  # noqa: E402
 
 from asyncmoe.trainer.model import layers  # noqa: E402
 from tests import families  # noqa: E402
@@ -38,7 +41,7 @@ MACHINES = {
     "old engine": replace(BARE, transformer_engine=(2, 6)),
     "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
-    "all": replace(ENGINE, deep_ep=True),
+    "all": replace(ENGINE, lacks_deep_ep=""),
 }
 PLAIN = RunFeatures((2048, 768), False, True, False, False, False, 1)
 RUNS = {
@@ -160,6 +163,44 @@ def test_every_combination_is_decided_or_refused() -> None:
         assert not (RUNS.get(run, PLAIN).keeps_routing and on.moe_router_fusion)
 
 
+@pytest.fixture
+def deep_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package deep_ep beside a GPU; a test writes its `utils`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").write_text("from .utils import EventHandle\nBuffer = object\n")
+    yield tmp_path / "deep_ep" / "utils.py"
+    for name in ("deep_ep", "deep_ep.utils"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("offers", "lacks"), [("EventHandle = EventOverlap", ""), ("EventHandle", "EventOverlap"), ("Event", "EventHandle")]
+)
+def test_deep_ep_is_judged_as_megatron_judges_it(deep_ep: Path, offers: str, lacks: str) -> None:
+    deep_ep.write_text(f"{offers} = object\n")
+    found = kernels.detect()
+    assert runpy.run_path(fused_a2a.__file__)["HAVE_DEEP_EP"] == (found.lacks_deep_ep == "") == (lacks == "")
+    assert f"cannot import name '{lacks}' from 'deep_ep.utils'" in found.lacks_deep_ep or not lacks
+    trainer = TrainerSection.model_validate({"ranks": 4, "ep": 4, "megatron": {"moe_token_dispatcher_type": "flex"}})
+    if not lacks:
+        assert decide(trainer, found, PLAIN).flex
+        return
+    with pytest.raises(ConfigError) as caught:
+        decide(trainer, found, PLAIN)
+    assert (caught.value.expected, caught.value.hint) == (f"alltoall because {found.lacks_deep_ep}", "leave it out")
+
+
+def test_a_deep_ep_that_megatron_cannot_survive_is_named(deep_ep: Path) -> None:
+    deep_ep.write_text("raise AssertionError('no nvcc')\n")
+    with pytest.raises(AssertionError, match="no nvcc"):
+        runpy.run_path(fused_a2a.__file__)
+    with pytest.raises(UserError, match=r"deep_ep: got AssertionError\('no nvcc'\), expected .*; uninstall it"):
+        kernels.detect()
+
+
 def test_switches_have_megatrons_names() -> None:
     known = {field.name for field in fields(transformer_config.TransformerConfig)} | {
         field.name for field in fields(DistributedDataParallelConfig)
@@ -183,8 +224,8 @@ def engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["plain", "dense", *case.FAMILIES])
 def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = case.VARIANTS[variant]
-    for machine, kernels in MACHINES.items():
-        monkeypatch.setattr(layers.kernels, "detect", lambda kernels=kernels: kernels)
+    for machine, there in MACHINES.items():
+        monkeypatch.setattr(layers.kernels, "detect", lambda there=there: there)
         for sizes, lora, keep in itertools.product(({}, {"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2}), (False, True), ("auto", "off")):
             if "ep" in sizes and hf["model_type"] in families.DENSE:
                 continue
@@ -198,4 +239,4 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
             made = layers.transformer_config(family, config, torch.device("cpu"), torch.bfloat16, on)
             assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")
             assert made.moe_grouped_gemm == (on.experts == "transformer_engine")
-            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and config.trainer.dp > 1)
+            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (there.cuda and config.trainer.dp > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from doctor_machines import NODE, but
 
 import asyncmoe
-from asyncmoe.doctor import nvidia, run
-from asyncmoe.doctor.examination import Report
+from asyncmoe.doctor import infiniband, nvidia, run
+from asyncmoe.doctor.examination import Report, versions_of
 from asyncmoe.doctor.planned import planned
 from tests.configs import DEMO, demo
 
@@ -40,6 +42,24 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
     if not nvidia.look().present:
         assert {found[name] for name in ("cuda", "gpus", "placement", "gpu-memory", "nccl")} == {"not here"}
     assert json.loads(done.stdout)["checks"]["run-dir"]["found"].endswith("; a checkpoint takes about 4.61 MB")
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
+def test_the_commands_that_compare_nodes_name_the_one_that_deviates(tmp_path: Path) -> None:
+    """Those of docs/cluster.md, for three nodes of which one has no libibverbs."""
+    for host, listed in (("n1", NODE.adapters.listed), ("n2", ()), ("n3", NODE.adapters.listed)):
+        machine = but(NODE, host=host, adapters__listed=listed)
+        report = Report(host, versions_of(machine, None), {"infiniband": infiniband.infiniband(machine.adapters)})
+        (tmp_path / f"doctor-{host}.json").write_bytes(msgspec.json.encode(report))
+    lines = (ROOT / "docs" / "cluster.md").read_text().splitlines()
+    groups, wrong = (
+        subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        for line in lines
+        if line.startswith("jq ")
+    )
+    assert sorted(json.loads(line.partition(" {")[0]) for line in groups) == [["n1", "n3"], ["n2"]]
+    (alone,) = wrong
+    assert alone.startswith('n2 {"key":"infiniband","value":{"state":"warning"')
 
 
 def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
     for whose, python in machine.pythons:
         found |= _of_python(machine, python, f"of {whose} Python")
     if machine.nvidia.driver is not None:
-        found |= {"NVIDIA's driver": machine.nvidia.driver, "InfiniBand ports that NCCL finds": str(len(machine.adapters.usable))}
+        found |= {"NVIDIA's driver": machine.nvidia.driver, "usable InfiniBand ports": str(len(machine.adapters.usable))}
     return found if digest is None else {**found, "configuration": digest[:12]}
 
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,93 +84,55 @@ def test_all_that_can_be_missing_is_looked_for_before_anything_large_is_fetched(
     assert lines[built].startswith("ASYNCMOE_CUDA=1 .venv/bin/python")
     assert large[0] < place(lines, "train.txt") < place(lines, ".venv/bin/python requirements/check_torch.py") < built
     assert built < place(lines, "transformer_engine.sh")
+    assert any("--editable" in line for line in commands(tree, "GPU=1", target=".venv/.transformer-engine")), "one pip at a time"
     assert [("--clear" in line) for line in lines if "-m venv" in line] == [before != "fresh"] * 2, "CPU builds do not stay beside others"
 
 
 def test_a_layer_of_the_image_builds_transformer_engine_before_there_are_sources(tmp_path: Path) -> None:
     before, _, _ = (ROOT / "docker" / "cuda.Dockerfile").read_text().partition("RUN make ")
-    for line in (line.split()[1:] for line in before.splitlines() if line.startswith("COPY ")):
-        for name in line[:-1]:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    for name in (word for line in before.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     lines = commands(tmp_path, "GPU=1", target="transformer-engine")
-    assert "transformer_engine.sh" in lines[-2]
-    assert not any("--editable" in line for line in lines)
+    assert [line for line in lines if "transformer_engine.sh" in line or "--editable" in line] == [lines[-2]]
     for script in ("requirements/check_gpu.py", "asyncmoe/build.py"):
         assert "Traceback" not in run(sys.executable, "-P", script, cwd=tmp_path).stderr
 
 
 # ---------------------------------------------------------------- Transformer Engine
 
-STAND_IN = f"""
-echo "$*" >> "$CALLS"
-case "$*" in
-  *" key") exec {sys.executable} "$@" ;;
-  *check_transformer_engine.py) [ -z "${{UNLOADABLE:-}}" ] || {{ echo "ImportError: undefined symbol"; exit 1; }} ;;
-  "-m pip wheel "*)
-    [ -z "${{BROKEN:-}}" ] || {{ echo "error: g++ failed"; exit 1; }}
-    while [ "$1" != --wheel-dir ]; do shift; done
-    echo whole > "$2/transformer_engine_torch-2-cp311-cp311-linux_x86_64.whl" ;;
-esac
-"""
-"""A Python whose pip builds at once, if it can."""
 
+def build_engine(folder: Path, torch: str = "2.14.1", fails: str = "nothing") -> tuple[str, list[Path], str]:
+    """The commands that pip gets, the wheels that are kept, and the line for the user, with a pip that builds at once.
 
-@dataclass(frozen=True)
-class Builder:
-    """Runs transformer_engine.sh with the stand-in and a torch that has a version."""
-
-    folder: Path
-
-    def __call__(self, torch: str = "2.14.1", **env: str) -> tuple[list[str], str]:
-        """What pip was told, and the line for the user."""
-        site, calls = self.folder / "site", self.folder / "calls"
-        site.mkdir(exist_ok=True)
-        (site / "torch.py").write_text(f"class version: cuda = '13.0'\n__version__ = '{torch}'\n")
-        calls.write_text("")
-        given = {"PYTHONPATH": str(site), "CALLS": str(calls), "ASYNCMOE_WHEELS": str(self.folder / "wheels"), **env}
-        done = run(FOLDER / "transformer_engine.sh", program(self.folder / "python", STAND_IN), self.folder / "log", env=given)
-        assert done.returncode == 0
-        return [line for line in calls.read_text().splitlines() if "pip" in line], done.stderr
-
-    @property
-    def kept(self) -> list[Path]:
-        return sorted(self.folder.glob("wheels/*/*.whl"))
+    Args:
+        fails: a part of the command that fails.
+    """
+    (folder / "torch.py").write_text(f"class version: cuda = '13.0'\n__version__ = '{torch}'\n")
+    python = f'''case "$*" in *" key") exec {sys.executable} "$@" ;; *"{fails}"*) echo "error: g++ failed"; exit 1 ;; esac
+echo "$*"; [[ "$*" != *"pip wheel"* ]] || echo whole > "${{@:(-2):1}}/transformer_engine_torch.whl"'''
+    env = {"PYTHONPATH": str(folder), "ASYNCMOE_WHEELS": str(folder / "wheels")}
+    done = run(FOLDER / "transformer_engine.sh", program(folder / "python", python), folder / "log", env=env)
+    return (folder / "log").read_text(), sorted(folder.glob("wheels/*/*.whl")), done.stderr
 
 
 def test_a_wheel_is_built_once_for_each_torch(tmp_path: Path) -> None:
-    install = Builder(tmp_path)
-    first, _ = install()
-    (wheel,) = install.kept
-    assert [sum(f"pip {what} " in line for line in first) for what in ("wheel", "install")] == [1, 2]
-    assert "--no-cache-dir" in first[place(first, "pip wheel")], "pip's own cache does not know torch's version"
-    again, told = install()
-    assert (again[-1].endswith(f"--force-reinstall {wheel}"), len(again), told) == (True, 2, "")
-    install(torch="2.15.0")
-    assert len(install.kept) == 2
-
-
-def test_what_does_not_work_is_not_kept_and_is_named(tmp_path: Path) -> None:
-    install = Builder(tmp_path)
-    for fault, why in (("BROKEN", "g++ failed"), ("UNLOADABLE", "undefined symbol")):
-        _, told = install(**{fault: "1"})
-        line = told.splitlines()[-1]
-        for words in (why, "torch-2.14.1-cuda-13.0-cpython-3", str(tmp_path / "log"), "make transformer-engine GPU=1"):
-            assert words in line
-        assert install.kept == []
-    install()
-    _, told = install(UNLOADABLE="1")
-    assert f"remove {install.kept[0]}" in told
-
-
-def test_nodes_that_build_at_once_keep_a_whole_wheel(tmp_path: Path) -> None:
-    install = Builder(tmp_path)
-    install()
-    (wheel,) = install.kept
+    first, (wheel,), _ = build_engine(tmp_path)
+    assert "--no-cache-dir" in first[first.index("pip wheel") :], "pip's own cache does not know torch's version"
+    again, _, told = build_engine(tmp_path)
+    assert ("pip wheel" in again, f"--force-reinstall {wheel}\n" in again, told) == (False, True, "")
+    assert len(build_engine(tmp_path, torch="2.15.0")[1]) == 2
     wheel.rename(wheel.with_name(".other-7"))  # another node is still copying
-    calls, _ = install()
-    assert any("pip wheel" in line for line in calls)
-    assert [path.read_text() for path in install.kept] == ["whole\n"]
+    assert [path.read_text() for path in build_engine(tmp_path)[1]] == ["whole\n"] * 2
+
+
+def test_a_wheel_that_does_not_work_is_named_and_not_kept(tmp_path: Path) -> None:
+    key = f"{PINS['transformer-engine']}-torch-2.14.1-cuda-13.0-cpython-3"
+    for fails in ("pip wheel", "check_"):
+        _, kept, told = build_engine(tmp_path, fails=fails)
+        assert (kept, f"(error: g++ failed), expected {key}" in told) == ([], True), told
+    _, (wheel,), _ = build_engine(tmp_path)
+    assert f"remove {wheel}" in build_engine(tmp_path, fails="check_")[2]
 
 
 # ---------------------------------------------------------------- the driver

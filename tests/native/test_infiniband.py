@@ -23,9 +23,8 @@ def test_ports_that_nccl_cannot_use_are_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("NCCL_IBVERBS_LIB", str(library))
     monkeypatch.setattr("os.geteuid", lambda: 0)  # root can lock memory
     if count is not None:
-        subprocess.run(
-            ["gcc", "-shared", "-fPIC", f"-DN={count}", "-xc", "-", "-o", library], input=_LIBRARY, text=True, check=True, timeout=60
-        )
+        compiler = ["gcc", "-shared", "-fPIC", f"-DN={count}", "-xc", "-", "-o", str(library)]
+        subprocess.run(compiler, input=_LIBRARY, text=True, check=True, timeout=60)
     found = infiniband.infiniband(infiniband.look(tmp_path / "sys"))
     assert (found.state, f"instead of {lost}," in found.line) == (("warning", True) if lost else ("ok", False)), found
     assert infiniband.infiniband(infiniband.look(tmp_path)).state == "not here"

@@ -111,7 +111,7 @@ class Adapters:
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """The ports that NCCL uses."""
+        """The ports that NCCL can use."""
         return tuple(port for port in self.up if port.rpartition(":")[0] in self.listed)
 
 

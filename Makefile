@@ -173,7 +173,8 @@ $(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/t
 	@$(TRAIN)/bin/python -m compileall -q asyncmoe benchmarks tests
 	@touch $@
 
-# Without Transformer Engine the trainer is slower, but a failed build stops nothing. `make transformer-engine` tries again.
+# Without Transformer Engine the trainer is slower, but a failed build stops nothing. `make transformer-engine` tries again. It waits for the
+# extension, except in docker/cuda.Dockerfile, which installs it before there are sources.
 ifeq ($(GPU),1)
 transformer-engine: $(TRAIN)/$(INSTALLED)
 	@rm -f $(TE)
@@ -183,7 +184,7 @@ transformer-engine:
 	@echo "Transformer Engine: got GPU=0, expected an installation for GPUs; run: make setup GPU=1" >&2; exit 1
 endif
 
-$(TE): requirements/transformer-engine.txt requirements/transformer_engine.sh $(TRAIN)/$(INSTALLED) | $(BUILT)
+$(TE): requirements/transformer-engine.txt requirements/transformer_engine.sh $(TRAIN)/$(INSTALLED) | $(if $(wildcard csrc),$(BUILT))
 	@requirements/transformer_engine.sh $(TRAIN)/bin/python $(TRAIN)/transformer-engine.log $(call resolved,trainer)
 	@touch $@
 

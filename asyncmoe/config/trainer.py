@@ -90,7 +90,8 @@ class MegatronSection(Section):
     """Gather new weights during the next forward pass; needs the distributed optimizer. null: off with sync.every 1, since publishing reads
     all weights."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
-    """Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."""
+    """Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, whose package deep_ep you install; 1.2.1 has what
+    Megatron imports, DeepEP 2 and sgl-deep-ep lack it."""
 
 
 class TrainerSection(Section):

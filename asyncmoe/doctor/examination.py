@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncmoe import plugins
-from asyncmoe.doctor import fit, gpus, host, packages, run, versions
+from asyncmoe.doctor import fit, gpus, host, infiniband, packages, run, versions
 from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.doctor.gather import gather
@@ -54,7 +54,8 @@ def examine(words: Sequence[str]) -> Report:
     safe = valid.state == "ok" or config is None or not plugins.is_name(config.model.family)  # a family's code may end this process
     machine = gather(config, with_model=safe)
     checks = {name: check(machine) for name, check in CHECKS.items()}
-    checks |= {"infiniband": host.infiniband(), "shm": host.shm(), "open-files": host.open_files(config), "sandbox": host.sandbox()}
+    checks["infiniband"] = infiniband.infiniband(machine.adapters)
+    checks |= {"shm": host.shm(), "open-files": host.open_files(config), "sandbox": host.sandbox()}
     checks["configuration"] = valid
     if config is not None:
         checks |= {"network": run.network(config), "ports": run.ports(config), "run-dir": run.run_dir(config, machine.run)}
@@ -71,7 +72,7 @@ def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
     for whose, python in machine.pythons:
         found |= _of_python(machine, python, f"of {whose} Python")
     if machine.nvidia.driver is not None:
-        found["NVIDIA's driver"] = machine.nvidia.driver
+        found |= {"NVIDIA's driver": machine.nvidia.driver, "usable InfiniBand ports": str(len(machine.adapters.usable))}
     return found if digest is None else {**found, "configuration": digest[:12]}
 
 

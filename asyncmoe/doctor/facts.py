@@ -91,6 +91,31 @@ class Nvidia:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """InfiniBand and RoCE adapters of a machine.
+
+    Attributes:
+        ports: state by port, e.g. {"mlx5_0:1": "ACTIVE"}.
+        listed: the adapters that libibverbs finds; only these exist for NCCL.
+        trouble: why libibverbs cannot be opened.
+    """
+
+    ports: Mapping[str, str] = field(default_factory=dict)
+    listed: tuple[str, ...] = ()
+    trouble: str | None = None
+
+    @property
+    def up(self) -> tuple[str, ...]:
+        """The active ports."""
+        return tuple(port for port, state in self.ports.items() if state == "ACTIVE")
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """The ports that NCCL can use."""
+        return tuple(port for port in self.up if port.rpartition(":")[0] in self.listed)
+
+
+@dataclass(frozen=True)
 class Extension:
     """The compiled extensions of asyncmoe in a Python environment.
 
@@ -186,6 +211,7 @@ class Machine:
     trainer: PythonFacts
     engine: PythonFacts | None
     nvidia: Nvidia
+    adapters: Adapters
     run: PlannedRun | None
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import asyncmoe
 from asyncmoe import build
 from asyncmoe.config import Config
-from asyncmoe.doctor import nvidia, pythons
+from asyncmoe.doctor import infiniband, nvidia, pythons
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
@@ -35,4 +35,5 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
             trainer=trainer.result(),
             engine=engine.result() if engine is not None else None,
             nvidia=gpus.result(),
+            adapters=infiniband.look(),
         )

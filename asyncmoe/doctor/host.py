@@ -1,4 +1,4 @@
-"""Check system resources: shared memory, open files, InfiniBand, the sandbox of the tool python."""
+"""Check system resources: shared memory, open files, the sandbox of the tool python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from asyncmoe.config import Config
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.doctor import finding
 from asyncmoe.doctor.finding import Finding
-from asyncmoe.doctor.nvidia import says
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
@@ -43,21 +42,6 @@ def open_files(config: Config | None) -> Finding:
     root = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"
     hint = f"ulimit -n {needed} in the shell or the batch script" if hard >= needed else root
     return finding.warning(f"limit {soft} (hard limit {hard}); a run may need {needed}", hint)
-
-
-def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
-    """Check that InfiniBand's ports are up, and that memory can be locked, as registering memory with NCCL requires."""
-    states = {f"{port.parents[1].name}:{port.name}": says(port / "state").split(": ")[-1] for port in sorted(adapters.glob("*/ports/*"))}
-    if not states:
-        return finding.absent("no adapter; several machines would talk over TCP")
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
-        hint = "ulimit -l unlimited; as root: memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd"
-        return finding.error(f"NCCL cannot register memory with the adapter: at most {size(limit)} can be locked", hint)
-    told = ", ".join(f"{port} is {state}" for port, state in states.items())
-    if set(states.values()) != {"ACTIVE"}:
-        return finding.warning(told, "look at ibstat and the cables, or list in NCCL_IB_HCA the ports that are ACTIVE")
-    return finding.ok(told)
 
 
 def sandbox() -> Finding:

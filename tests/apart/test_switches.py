@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from asyncmoe.config.trainer import MegatronSection, TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
-from asyncmoe.platform import megatron
+from asyncmoe.platform import kernels, megatron
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import switches
 from asyncmoe.trainer.model.switches import RunFeatures, decide
@@ -23,7 +26,7 @@ megatron.prepare()
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import transformer_config  # noqa: E402
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.moe import fused_a2a, moe_utils  # noqa: E402
 
 from asyncmoe.trainer.model import layers  # noqa: E402
 from tests import families  # noqa: E402
@@ -38,7 +41,7 @@ MACHINES = {
     "old engine": replace(BARE, transformer_engine=(2, 6)),
     "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
-    "all": replace(ENGINE, deep_ep=True),
+    "all": replace(ENGINE, lacks_deep_ep=""),
 }
 PLAIN = RunFeatures((2048, 768), False, True, False, False, False, 1)
 RUNS = {
@@ -128,7 +131,7 @@ def test_experts_are_grouped_by_whoever_can() -> None:
         ({"moe_grouped_gemm": True}, "no GPU", "dense", "no experts"),
         ({"overlap_param_gather": True}, "engine", "adapters", "adapters"),
         ({"overlap_param_gather": True}, "engine", "alone", "not sharded"),
-        ({"moe_token_dispatcher_type": "flex"}, "engine", "plain", "deep_ep"),
+        ({"moe_token_dispatcher_type": "flex"}, "engine", "plain", f"alltoall because {ENGINE.lacks_deep_ep}; leave it out"),
         ({"moe_token_dispatcher_type": "flex"}, "all", "alone", "rows do not travel between ranks"),
         ({"moe_token_dispatcher_type": "flex"}, "all", "dense", "no experts"),
     ],
@@ -160,6 +163,15 @@ def test_every_combination_is_decided_or_refused() -> None:
         assert not (RUNS.get(run, PLAIN).keeps_routing and on.moe_router_fusion)
 
 
+@pytest.mark.parametrize("lacks", ["", "Buffer", "EventHandle", "EventOverlap"])
+def test_deep_ep_is_judged_as_megatron_judges_it(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, parts in {"deep_ep": {"Buffer"}, "deep_ep.utils": {"EventHandle", "EventOverlap"}}.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(dict.fromkeys(parts - {lacks}))
+    found = kernels._lacks_deep_ep()
+    assert (lacks in found, found == "") == (True, runpy.run_path(fused_a2a.__file__)["HAVE_DEEP_EP"])
+
+
 def test_switches_have_megatrons_names() -> None:
     known = {field.name for field in fields(transformer_config.TransformerConfig)} | {
         field.name for field in fields(DistributedDataParallelConfig)
@@ -183,8 +195,8 @@ def engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["plain", "dense", *case.FAMILIES])
 def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = case.VARIANTS[variant]
-    for machine, kernels in MACHINES.items():
-        monkeypatch.setattr(layers.kernels, "detect", lambda kernels=kernels: kernels)
+    for machine, there in MACHINES.items():
+        monkeypatch.setattr(layers.kernels, "detect", lambda there=there: there)
         for sizes, lora, keep in itertools.product(({}, {"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2}), (False, True), ("auto", "off")):
             if "ep" in sizes and hf["model_type"] in families.DENSE:
                 continue
@@ -198,4 +210,4 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
             made = layers.transformer_config(family, config, torch.device("cpu"), torch.bfloat16, on)
             assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")
             assert made.moe_grouped_gemm == (on.experts == "transformer_engine")
-            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and config.trainer.dp > 1)
+            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (there.cuda and config.trainer.dp > 1)

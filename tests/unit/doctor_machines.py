@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncmoe.doctor.facts import Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
+from asyncmoe.doctor.facts import Adapters, Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
 from asyncmoe.platform.kernels import Kernels
 
 SOURCES = ("5e" * 32, "ca" * 32)
@@ -55,6 +55,7 @@ NODE = Machine(
     trainer=TRAINER,
     engine=ENGINE,
     nvidia=Nvidia(8, "570.86.15", GPUS),
+    adapters=Adapters({"mlx5_0:1": "ACTIVE", "mlx5_1:1": "ACTIVE"}, ("mlx5_0", "mlx5_1")),
     run=None,
 )
 
@@ -76,6 +77,7 @@ LAPTOP = replace(
     ),
     engine=replace(ENGINE, torch=_CPU_TORCH, extension=_CPU_EXTENSION, nccl=_NO_NCCL, cuda_driver=None),
     nvidia=Nvidia(trouble="there is no nvidia-smi"),
+    adapters=Adapters(),
 )
 
 

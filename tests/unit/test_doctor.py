@@ -78,11 +78,12 @@ def test_versions() -> None:
         ("trainer__extension__built_from", ("0" * 64,), "sources of asyncmoe's extension of the trainer's Python", "0" * 12),
         ("engine__nccl__version", 22809, "NCCL of the engines' Python", "2.28.9"),
         ("nvidia__driver", "570.9.1", "NVIDIA's driver", "570.9.1"),
+        ("adapters__listed", (), "usable InfiniBand ports", "0"),
     ],
 )
 def test_a_node_that_deviates_has_another_version(path: str, value: Any, what: str, found: str) -> None:
     usual, other = versions_of(NODE, "d1" * 32), versions_of(but(NODE, **{path: value}), "d1" * 32)
     assert {name: one for name, one in other.items() if one != usual[name]} == {what: found}
     alone = versions_of(but(NODE, nvidia=LAPTOP.nvidia, trainer__nccl=LAPTOP.trainer.nccl, engine__nccl=Nccl()), None)
-    lacks = {"configuration", "NVIDIA's driver", "NCCL of the trainer's Python", "NCCL of the engines' Python"}
+    lacks = {"configuration", "NVIDIA's driver", "usable InfiniBand ports", "NCCL of the trainer's Python", "NCCL of the engines' Python"}
     assert usual.keys() - alone.keys() == lacks, "what another role need not have"

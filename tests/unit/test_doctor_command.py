@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from doctor_machines import NODE, but
 
 import asyncmoe
-from asyncmoe.doctor import nvidia, run
-from asyncmoe.doctor.examination import Report
+from asyncmoe.doctor import infiniband, nvidia, run
+from asyncmoe.doctor.examination import Report, versions_of
 from asyncmoe.doctor.planned import planned
 from tests.configs import DEMO, demo
 
@@ -40,6 +42,16 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
     if not nvidia.look().present:
         assert {found[name] for name in ("cuda", "gpus", "placement", "gpu-memory", "nccl")} == {"not here"}
     assert json.loads(done.stdout)["checks"]["run-dir"]["found"].endswith("; a checkpoint takes about 4.61 MB")
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
+def test_the_commands_that_compare_nodes_name_the_one_without_libibverbs(tmp_path: Path) -> None:
+    for node in (NODE, but(NODE, host="node02", adapters__listed=()), but(NODE, host="node03")):
+        report = Report(node.host, versions_of(node, None), {"infiniband": infiniband.infiniband(node.adapters)})
+        (tmp_path / f"doctor-{node.host}.json").write_bytes(msgspec.json.encode(report))
+    script = f"grep '^jq ' {ROOT}/docs/cluster.md | bash"
+    told = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True, timeout=60).splitlines()
+    assert {line.partition(" ")[0] for line in told} == {'["node01","node03"]', '["node02"]', "node02"}
 
 
 def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

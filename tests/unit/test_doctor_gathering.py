@@ -115,6 +115,8 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert found.torch.shown == (GpuFacts(None, "H", 9 << 10, capability="9.0", uuid="GPU-4e0d"),) * 3
     assert found.kernels == Kernels(cuda=True, capability=(9, 0))
     assert found.unfinished is None
+    package(site, "deep_ep", "2.1.0", "assert False, 'no nvcc'")
+    assert "importing deep_ep: got AssertionError('no nvcc')" in str(pythons.look(sys.executable, ["torch"], 60).unfinished)
 
 
 def test_requirements_are_those_of_pyproject_or_else_of_the_installation(tmp_path: Path) -> None:

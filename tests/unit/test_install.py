@@ -38,14 +38,15 @@ def program(path: Path, text: str) -> Path:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout in which nothing is installed."""
+    (tmp_path / "csrc").mkdir()
     for name in ("Makefile", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(FOLDER, tmp_path / "requirements")
     return tmp_path
 
 
-def commands(tree: Path, *arguments: str) -> list[str]:
-    done = run("make", "--dry-run", "--no-print-directory", "setup", *arguments, cwd=tree)
+def commands(tree: Path, *arguments: str, target: str = "setup") -> list[str]:
+    done = run("make", "--dry-run", "--no-print-directory", target, *arguments, cwd=tree)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -83,7 +84,55 @@ def test_all_that_can_be_missing_is_looked_for_before_anything_large_is_fetched(
     assert lines[built].startswith("ASYNCMOE_CUDA=1 .venv/bin/python")
     assert large[0] < place(lines, "train.txt") < place(lines, ".venv/bin/python requirements/check_torch.py") < built
     assert built < place(lines, "transformer_engine.sh")
+    assert any("--editable" in line for line in commands(tree, "GPU=1", target=".venv/.transformer-engine")), "one pip at a time"
     assert [("--clear" in line) for line in lines if "-m venv" in line] == [before != "fresh"] * 2, "CPU builds do not stay beside others"
+
+
+def test_a_layer_of_the_image_builds_transformer_engine_before_there_are_sources(tmp_path: Path) -> None:
+    before, _, _ = (ROOT / "docker" / "cuda.Dockerfile").read_text().partition("RUN make ")
+    for name in (word for line in before.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    lines = commands(tmp_path, "GPU=1", target="transformer-engine")
+    assert [line for line in lines if "transformer_engine.sh" in line or "--editable" in line] == [lines[-2]]
+    for script in ("requirements/check_gpu.py", "asyncmoe/build.py"):
+        assert "Traceback" not in run(sys.executable, "-P", script, cwd=tmp_path).stderr
+
+
+# ---------------------------------------------------------------- Transformer Engine
+
+
+def build_engine(folder: Path, torch: str = "2.14.1", fails: str = "nothing") -> tuple[str, list[Path], str]:
+    """The commands that pip gets, the wheels that are kept, and the line for the user, with a pip that builds at once.
+
+    Args:
+        fails: a part of the command that fails.
+    """
+    (folder / "torch.py").write_text(f"class version: cuda = '13.0'\n__version__ = '{torch}'\n")
+    python = f'''case "$*" in *" key") exec {sys.executable} "$@" ;; *"{fails}"*) echo "error: g++ failed"; exit 1 ;; esac
+echo "$*"; [[ "$*" != *"pip wheel"* ]] || echo whole > "${{@:(-2):1}}/transformer_engine_torch.whl"'''
+    env = {"PYTHONPATH": str(folder), "ASYNCMOE_WHEELS": str(folder / "wheels")}
+    done = run(FOLDER / "transformer_engine.sh", program(folder / "python", python), folder / "log", env=env)
+    return (folder / "log").read_text(), sorted(folder.glob("wheels/*/*.whl")), done.stderr
+
+
+def test_a_wheel_is_built_once_for_each_torch(tmp_path: Path) -> None:
+    first, (wheel,), _ = build_engine(tmp_path)
+    assert "--no-cache-dir" in first[first.index("pip wheel") :], "pip's own cache does not know torch's version"
+    again, _, told = build_engine(tmp_path)
+    assert ("pip wheel" in again, f"--force-reinstall {wheel}\n" in again, told) == (False, True, "")
+    assert len(build_engine(tmp_path, torch="2.15.0")[1]) == 2
+    wheel.rename(wheel.with_name(".other-7"))  # another node is still copying
+    assert [path.read_text() for path in build_engine(tmp_path)[1]] == ["whole\n"] * 2
+
+
+def test_a_wheel_that_does_not_work_is_named_and_not_kept(tmp_path: Path) -> None:
+    key = f"{PINS['transformer-engine']}-torch-2.14.1-cuda-13.0-cpython-3"
+    for fails in ("pip wheel", "check_"):
+        _, kept, told = build_engine(tmp_path, fails=fails)
+        assert (kept, f"(error: g++ failed), expected {key}" in told) == ([], True), told
+    _, (wheel,), _ = build_engine(tmp_path)
+    assert f"remove {wheel}" in build_engine(tmp_path, fails="check_")[2]
 
 
 # ---------------------------------------------------------------- the driver

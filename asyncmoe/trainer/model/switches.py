@@ -158,8 +158,8 @@ def _lacks_flex(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> 
         return "the model has no experts"
     if not kernels.cuda:
         return "there is no GPU"
-    if not kernels.deep_ep:
-        return "DeepEP (the package deep_ep) is not installed"
+    if kernels.lacks_deep_ep:
+        return kernels.lacks_deep_ep
     return "rows do not travel between ranks: trainer.expert_tp and trainer.ep are 1" if trainer.expert_tp * trainer.ep == 1 else ""
 
 

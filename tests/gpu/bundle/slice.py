@@ -1,0 +1,121 @@
+"""Steps of a slice of Qwen3-30B-A3B on one card: `python -m tests.gpu.bundle.slice local|te RESULT`.
+
+Four layers of full width with embedding and output layer, 8,192 packed tokens a step; "local": Megatron's layers on torch's kernels, "te":
+Transformer Engine's. Without a card the slice is tiny, which tries everything but the figures.
+
+Figures of a case that need a word: `mfu` is operations / (seconds * `PEAK`), with the operations of `Steps`; `busy` is the time during which
+at least one kernel or copy runs, from a trace of one step, and `idle` 1 - busy / step, where the step ran without the profiler. A layer's
+launches and time are half of what four layers have more than two.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from asyncmoe.config.trainer import TrainerSection
+from tests.gpu.bundle.peak import Peak
+from tests.gpu.bundle.summary import write_outcome
+
+PEAK = 989e12
+"""Floating-point operations per second of an H100 or H200 in dense bfloat16 (NVIDIA's datasheets give twice that, with sparsity)."""
+LAYERS, WARM, ROUNDS = 4, 2, 5
+CASES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "none": (LAYERS, {}),
+    "half": (LAYERS // 2, {}),
+    "selective": (LAYERS, {"recompute": "selective"}),
+    "full": (LAYERS, {"recompute": "full"}),
+    "fp8": (LAYERS, {"precision": "fp8", "edge_layers": 0}),
+}
+"""Layers of a case, and its keys of `trainer`."""
+OF = {"local": ("none", "half", "selective", "full"), "te": ("none", "half", "fp8")}
+OTHER = {"cpu": 0.01, "cuda": 0.1}
+"""Allowed share of a layer's tokens with other experts than at first: in bfloat16, two passes on an H200 differed for 2.5 %."""
+CLOSE_FP8 = 1e-2
+"""Of the loss in bfloat16."""
+Figures = dict[str, tuple[Any, str]]
+
+
+def main() -> None:
+    spec, result = sys.argv[1], Path(sys.argv[2])
+    if spec == "local":
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
+    model = importlib.import_module("tests.gpu.bundle.slice_steps")
+    place = model.mesh.start(TrainerSection())
+    found: Figures = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
+    for case in OF[spec]:
+        peak = Peak()
+        steps = model.Steps(place, *CASES[case])
+        one = of_case(steps, place.device.type, Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
+        one |= {"peak": (peak.nbytes, "bytes"), "peak_share": (peak.nbytes / steps.planned, "of the bytes that asyncmoe plan expects")}
+        found |= {f"{case}_{name}": figure for name, figure in one.items()}
+        del steps
+        if case == "half":
+            for name in ("launches", "step"):
+                whole, unit = found[f"none_{name}"]
+                found[f"layer_{name}"] = ((whole - one[name][0]) / (LAYERS - CASES["half"][0]), unit)
+        write_outcome(result, found)
+    if "fp8" in OF[spec]:
+        apart = abs(found["fp8_loss"][0] / found["none_loss"][0] - 1)
+        if not apart <= CLOSE_FP8:
+            sys.exit(f"loss in float8: got a difference of {apart:.2e}, expected at most {CLOSE_FP8:.0e} of the loss in bfloat16")
+    model.mesh.stop()
+
+
+def of_case(steps: Any, device: str, trace: Path) -> Figures:
+    """Steps with and without replay in turn, then one with the profiler."""
+    turns = [(steps.take(False), steps.take(True)) for _ in range(WARM + ROUNDS)][WARM:]
+    step, metrics = median(seconds for _, (seconds, _) in turns), turns[-1][1][1]
+    if (other := max(metrics.routing_mismatch.values())) > OTHER[device]:
+        sys.exit(
+            f"replayed experts: got {other:.1%} of a layer's tokens that the router sends elsewhere, expected at most {OTHER[device]:.0%}"
+        )
+    launches, busy = traced(lambda: steps.take(True), device, trace)
+    return {
+        "switches": (steps.switches, ""),
+        "step": (step, "s"),
+        "replay_share": (median(kept / plain for (plain, _), (kept, _) in turns) - 1, "of a step without replay"),
+        "rate": (int(metrics.rows / step), "tokens/s"),
+        "mfu": (steps.operations / step / PEAK if device == "cuda" else None, f"of {PEAK:.3g} FLOP/s"),
+        "launches": (launches, "kernels and copies" if device == "cuda" else "operations"),
+        "busy": (busy, "s"),
+        "idle": (1 - busy / step, "of a step"),
+        "loss": (metrics.loss, "nats"),
+        "grad_norm": (metrics.grad_norm, ""),
+    }
+
+
+def traced(work: Callable[[], object], device: str, file: Path) -> tuple[int, float]:
+    """How many kernels and copies some work launches, and seconds during which at least one runs; on a CPU, of operations. Writes the
+    trace."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU]) as profile:
+        work()
+    profile.export_chrome_trace(str(file))
+    with gzip.open(file) as trace:
+        events = json.load(trace)["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if device == "cuda" else ("cpu_op",)
+    spans = [(float(event["ts"]), float(event["dur"])) for event in events if event.get("cat") in kinds]
+    return len(spans), covered(spans) / 1e6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length that spans (begin, length) cover together."""
+    whole, end = 0.0, 0.0
+    for begin, length in sorted(spans):
+        whole += max(0.0, begin + length - max(begin, end))
+        end = max(end, begin + length)
+    return whole
+
+
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PYTHON = "3.12"
-LIMIT_BYTES = 60 * 1000 * 1000
-"""Of the whole folder."""
+LIMIT_BYTES = 60 << 20
+"""Of a call's whole folder."""
+ARCHITECTURE = 90
+"""The only one that libraries of `SLIMMED` keep code for: sm_90, Hopper."""
 
 ASSUMED = frozenset(
     ("torch", "numpy", "triton", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
@@ -18,22 +20,40 @@ ASSUMED = frozenset(
 OPTIONAL = frozenset(("transformer_engine", "apex", "torchvision", "sgl_kernel", "flashinfer", "mpi4py", "ray"))
 """Import names of what is used where it is, and done without where it is not."""
 
-WHEELS = (
-    # asyncmoe, its extension and its tests
+_BASE = (
     *("hypothesis", "iniconfig", "msgspec", "packaging", "pluggy", "pybind11", "pygments", "pytest", "setuptools", "sortedcontainers"),
-    *("annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection", "pyyaml"),
+    *("annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection", "pyyaml", "pyzmq"),
     *("annotated-doc", "click", "markdown-it-py", "mdurl", "prometheus-client", "psutil", "rich", "shellingham", "typer"),
-    # the trainer and the controller
-    *("megatron-core", "pyzmq", "aiohttp", "safetensors"),
+)
+"""asyncmoe, its extension and its tests."""
+_TRAINER = (
+    *("megatron-core", "aiohttp", "safetensors"),
     *("aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict", "propcache", "yarl"),
     *("tokenizers", "transformers", "huggingface-hub", "regex", "tqdm", "anyio", "certifi", "h11", "httpcore", "httpx"),
-    # the SGLang server
+)
+"""The trainer and the controller."""
+_SERVER = (
     *("sglang", "xgrammar", "apache-tvm-ffi", "cffi", "charset-normalizer", "compressed-tensors", "dill", "distro", "einops", "fastapi"),
     *("gguf", "ipython", "jiter", "jsonschema", "jsonschema-specifications", "loguru", "openai", "opentelemetry-api", "orjson"),
     *("partial-json-parser", "pillow", "pybase64", "pycparser", "python-multipart", "referencing", "requests", "rpds-py"),
     *("sentencepiece", "setproctitle", "sniffio", "soundfile", "starlette", "traitlets", "urllib3", "uvicorn", "uvloop"),
 )
-"""Distributions; `pins` has their versions."""
+"""The SGLang server."""
+
+CARRIED: Mapping[str, tuple[str, ...]] = {
+    "two-processes": (*_BASE, "nvidia-nccl-cu13"),
+    "updates": (*_BASE, *_TRAINER),
+    "slice": (*_BASE, *_TRAINER),
+    "transformer-engine": (*_BASE, *_TRAINER),
+    "memory-saver": (*_BASE, *_TRAINER, *_SERVER),
+}
+"""Call (`parts.CALLS`) -> distributions; `pins` has their versions."""
+
+BUILT: Mapping[str, tuple[str, ...]] = {}
+"""Call -> distributions that no registry has a wheel of; the folder of `make.py --built` has."""
+
+SLIMMED: Mapping[str, str] = {"nvidia-nccl-cu13": r"nvidia/nccl/lib/libnccl\.so\.2$"}
+"""Distribution -> regular expression of the libraries in its wheel from which code for other cards is taken (`slim.py`)."""
 
 WITHOUT: Mapping[str, tuple[str, ...]] = {
     "sglang": (
@@ -44,6 +64,7 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
         r"transformers/models/(?!auto/|llama/|mixtral/|qwen3_moe/)[^/]+/(modular|convert|modeling|image_processing|video_processing)_",
         r"transformers/(exporters|pipelines)/",
     ),
+    "nvidia-nccl-cu13": (r"nvidia/nccl/(include|lib/libnccl_ep|lib/.*\.a$)",),
     "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz|freetype)", r"PIL/_imagingft"),
 }  # fmt: skip
 """Distribution -> regular expressions of files in its wheel that nothing here imports, left out for their size."""
@@ -55,12 +76,12 @@ IMPORTED_AS: Mapping[str, str] = {
 }  # fmt: skip
 """Import name -> distribution, where they differ."""
 
-_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev")
+_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev", "gpu", "resolved/engine-gpu-cp312")
 """Files of requirements/, the first that has a name decides: one folder serves trainer and engine, and SGLang pins the narrower."""
 
 
 def pins(root: Path) -> dict[str, str]:
-    """Normalised name -> version of every distribution in `WHEELS`, from the requirements that everything is tested with.
+    """Normalised name -> version of every distribution in `CARRIED`, from the requirements that everything is tested with.
 
     Raises:
         KeyError: a distribution that no file of requirements pins.
@@ -70,12 +91,25 @@ def pins(root: Path) -> dict[str, str]:
         for line in (root / "requirements" / f"{file}.txt").read_text().splitlines():
             if match := re.match(r"([\w.-]+)==([^\s;]+)", line):
                 found.setdefault(normal(match[1]), match[2])
-    return {name: found[name] for name in WHEELS}
+    return {name: found[name] for name in sorted({name for names in CARRIED.values() for name in names})}
 
 
 def normal(name: str) -> str:
     """A distribution's name as registries compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def unfit(call: str, capability: str | None) -> str:
+    """Why a call's libraries have no code for a card, in a line, or nothing.
+
+    Args:
+        capability: the card's, such as "9.0"; None: there is none.
+    """
+    slimmed = [name for name in (*CARRIED[call], *BUILT.get(call, ())) if name in SLIMMED]
+    if not slimmed or capability is None or capability.replace(".", "") == str(ARCHITECTURE):
+        return ""
+    got, way = f"got a card of {capability}", "set ARCHITECTURE in tests/gpu/bundle/manifest.py to this card's and make the bundle again"
+    return f"{call}: {got}, expected sm_{ARCHITECTURE}, the only code that {' and '.join(slimmed)} have here; {way}"
 
 
 def distribution(module: str) -> str:

@@ -1,4 +1,4 @@
-"""Run every part in a process of its own, within its time, and write what is found as it is found.
+"""Run every part of a call in a process of its own, within its time, and write what is found as it is found.
 
 Started by run.sh, by a Python that has torch and nothing of ours. Only the standard library is imported here.
 """
@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.bundle.parts import LIMIT_S, PARTS, Part  # noqa: E402
+from tests.gpu.bundle import manifest  # noqa: E402
+from tests.gpu.bundle.parts import CALLS, Part  # noqa: E402
 from tests.gpu.bundle.summary import MACHINE, SCHEMA  # noqa: E402
 
 _REASON_CHARACTERS = 500
@@ -46,37 +48,58 @@ class Outcome:
 def main() -> int:
     """Returns 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--call", choices=CALLS, required=True)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--work", type=Path, required=True, help="scratch; run.sh has unpacked the wheels into its folder site")
-    parser.add_argument("--only", help="names of parts, separated by commas, besides facts; default: all")
+    parser.add_argument("--only", help="names of parts, separated by commas, besides facts; default: all that need not be asked for")
     parser.add_argument("--times", type=float, default=1.0, help="so many times the time for everything, on a slow machine")
     parser.add_argument("results", type=Path)
     given = parser.parse_args()
-    wanted = {part.name for part in PARTS} if given.only is None else {*given.only.split(","), "facts"}
-    if unknown := sorted(wanted - {part.name for part in PARTS}):
-        parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in PARTS)}")
-    begin, deadline = time.monotonic(), time.monotonic()
-    logs = given.work / "logs"
+    parts = CALLS[given.call]
+    wanted = {part.name for part in parts if not part.asked} if given.only is None else {*given.only.split(","), "facts"}
+    if unknown := sorted(wanted - {part.name for part in parts}):
+        parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in parts)}")
+    logs, summary, packed = given.work / "logs" / given.call, given.results / "summary.json", given.results / f"logs-{given.call}.tar.gz"
+    found = earlier(summary, given.commit)
+    shutil.rmtree(logs, ignore_errors=True)
     for folder in (given.results, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    machine, outcomes = dict.fromkeys(MACHINE), dict[str, Outcome]()
-    environment = environment_of(given.work / "site")
-    for part in PARTS:
-        deadline += part.limit_s * given.times
+    if packed.exists():
+        with tarfile.open(packed) as archive:
+            archive.extractall(logs.parent, filter="data")
+    begin, deadline, environment = time.monotonic(), time.monotonic(), environment_of(given.work / "site")
+    outcomes = {name: Outcome(**outcome) for name, outcome in found.get("parts", {}).items()}
+    ran: list[Outcome] = []
+    for part in parts:
         if part.name not in wanted:
             continue
-        left = min(deadline, begin + LIMIT_S * given.times) - time.monotonic()
-        reason = reason_to_skip(part, outcomes, machine["card"])
+        if part.name in outcomes and outcomes[part.name].status == "ok" and not part.again:
+            print(f"{part.name:16} ok, as {summary} says", flush=True)
+            continue
+        deadline += part.limit_s * given.times
+        reason = reason_to_skip(part, outcomes)
+        left = deadline - time.monotonic()
         outcome = Outcome("skipped", reason, 0.0, part.limit_s) if reason else start(part, left, given.work, logs, environment)
         outcomes[part.name] = outcome
-        machine |= {key: outcome.figures[key]["value"] for key in MACHINE if part.name == "facts" and key in outcome.figures}
+        ran.append(outcome)
         print(f"{part.name:16} {outcome.status:8} {outcome.seconds:6.1f} s  {outcome.reason}", flush=True)
+        machine = {key: value["value"] for key, value in outcomes["facts"].figures.items() if key in MACHINE}
         about = {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": given.commit}
-        about |= {"limit_seconds": LIMIT_S * given.times, "seconds": round(time.monotonic() - begin, 1), "machine": machine}
-        found = {**about, "parts": {name: asdict(one) for name, one in outcomes.items()}}
-        replace(given.results / "summary.json", lambda file, found=found: file.write_text(json.dumps(found, indent=1) + "\n"))
-        replace(given.results / "logs.tar.gz", lambda file: pack(logs, file))
-    return int(any(outcome.status == "failed" for outcome in outcomes.values()))
+        calls = found.get("calls", {}) | {given.call: round(time.monotonic() - begin, 1)}
+        whole = {**about, "machine": machine, "calls": calls, "parts": {name: asdict(one) for name, one in outcomes.items()}}
+        replace(summary, lambda file, whole=whole: file.write_text(json.dumps(whole, indent=1) + "\n"))
+        replace(packed, lambda file: pack(logs, file))
+        if part.name == "facts" and (why := manifest.unfit(given.call, outcome.figures.get("capability", {}).get("value"))):
+            sys.exit(why)
+    return int(any(outcome.status == "failed" for outcome in ran))
+
+
+def earlier(summary: Path, commit: str) -> dict[str, Any]:
+    """What earlier calls found, which is kept; ends with a line if it is of another commit."""
+    found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
+    if found and found["commit"] != commit:
+        sys.exit(f"{summary}: got results of commit {found['commit']}, expected those of {commit}; name another folder")
+    return found
 
 
 def replace(target: Path, write: Callable[[Path], object]) -> None:
@@ -93,12 +116,12 @@ def environment_of(site: Path) -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def reason_to_skip(part: Part, outcomes: Mapping[str, Outcome], card: object) -> str:
+def reason_to_skip(part: Part, outcomes: Mapping[str, Outcome]) -> str:
     """Why a part cannot run here, or nothing."""
     for name in part.needs:
         if name in outcomes and outcomes[name].status != "ok":
             return f"{name} did not end well"
-    return "no GPU here" if part.gpu and card is None else ""
+    return "no GPU here" if part.gpu and outcomes["facts"].figures.get("card", {}).get("value") is None else ""
 
 
 def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mapping[str, str]) -> Outcome:
@@ -137,9 +160,9 @@ def last_line(log: Path) -> str:
 
 
 def pack(logs: Path, target: Path) -> None:
-    """All logs in one file."""
+    """All logs of a call in one file."""
     with tarfile.open(target, "w:gz") as archive:
-        archive.add(logs, arcname="logs")
+        archive.add(logs, arcname=logs.name)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

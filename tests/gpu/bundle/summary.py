@@ -1,11 +1,11 @@
-"""What a run of the bundle found, as it is written to summary.json. Only the standard library is imported here.
+"""What calls found, as it is written to summary.json. Only the standard library is imported here.
 
-    {"schema": 1, "date": "2026-11-22", "commit": "...", "limit_seconds": 535, "seconds": 402.1,
+    {"schema": 2, "date": "2026-11-22", "commit": "...", "calls": {"updates": 142.1},
      "machine": {"card": "NVIDIA H200", "driver": ..., "cuda": ..., "torch": ..., "nccl": ..., "python": ..., "cores": ...},
      "parts": {"kernels": {"status": "ok", "reason": "", "seconds": 31.0, "limit_seconds": 70,
                            "figures": {"passed": {"value": 61, "unit": "tests"}}}}}
 
-A status is ok, failed or skipped; the reason of the latter two is a line. Documentation cites a figure by its place, e.g.
+"calls" has the seconds that each call took when it last ran. A status is ok, failed or skipped; the reason of the latter two is a line. Documentation cites a figure by its place, e.g.
 `parts.bench.figures.pack_share.value`.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 MACHINE = ("card", "driver", "cuda", "torch", "nccl", "python", "cores")
 """Keys of "machine"; a value is null where the machine has no such thing."""
 

@@ -1,0 +1,137 @@
+"""Lending an engine's memory: a real SGLang server gives its memory back and takes it again: `python -m tests.gpu.bundle.saver RESULT`.
+
+On a card the server runs with --enable-memory-saver: it releases KV cache, weights and captured graphs, one after the other, and resumes.
+Released weights are lost, so all of them are then loaded in place, and the server must say again what it said before. Bytes are the
+driver's (cudaMemGetInfo). Without a card that argument ends the server; there it runs without it, which tries everything but the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncmoe.config import Config, parse
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
+from asyncmoe.models import engine_parallel, load_hf_config
+from asyncmoe.models.make import make_model
+from asyncmoe.plan import budget, memory
+from tests.gpu.bundle import tiny_run
+from tests.gpu.bundle.summary import write_outcome
+
+CARD = torch.cuda.is_available()
+TAGS = ("kv_cache", "weights", "cuda_graph")
+PROMPT, TOKENS = range(30, 60), 48
+GIVEN_BACK = 0.95
+"""Share of the planned bytes of weights and KV cache that must become free."""
+_WAIT_S = 60.0
+Figures = dict[str, tuple[Any, str]]
+
+
+def main() -> None:
+    result = Path(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse(configuration(Path(folder)))
+        assert config.model.make is not None
+        others = Path(folder, "others")
+        for seed, path in enumerate((config.model.path, others)):
+            make_model(path, config.model.make, seed)
+        asyncio.run(measured(config, others, result))
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """The tiny run's, with a model and a KV cache large enough to be seen on a card."""
+    given = tiny_run.configuration(folder, CARD)
+    if CARD:
+        given["model"]["make"] |= {"layers": 8, "hidden": 1024, "experts": 16, "expert_hidden": 512}
+        given["engines"]["max_total_tokens"] = 1 << 20
+    return given
+
+
+async def measured(config: Config, others: Path, result: Path) -> None:
+    """Run the sequence and write its figures, also those of a sequence that ends early.
+
+    Args:
+        others: a checkpoint of other weights.
+    """
+    figures: Figures = {}
+    begin = time.monotonic()
+    engine = SGLangProcess("engine.0", config, 0, memory=("--enable-memory-saver",) if CARD else ())
+    try:
+        await engine.wait_ready()
+        figures["start"] = (time.monotonic() - begin, "s")
+        own = await said(engine)
+        await update(engine, others)
+        if await said(engine) == own:
+            sys.exit(f"other weights: got the same {TOKENS} tokens, {own}, expected others; an update in place does nothing")
+        free = {"before": free_bytes()}
+        for tag in TAGS:
+            figures[f"release_{tag}"] = (await timed(call(engine, "release", tag)), "s")
+            free[tag] = free_bytes()
+        for tag in reversed(TAGS):
+            figures[f"resume_{tag}"] = (await timed(call(engine, "resume", tag)), "s")
+            if tag == "weights":
+                figures["update"] = (await timed(update(engine, config.model.path)), "s")
+        figures |= {f"free_{name}": (nbytes, "bytes") for name, nbytes in {**free, "after": free_bytes()}.items()}
+        write_outcome(result, figures)
+        if (again := await said(engine)) != own:
+            sys.exit(f"after release, resume and update: got the tokens {again}, expected {own}, as before")
+    finally:
+        await engine.stop()
+        print((config.run.dir / "logs" / "engine-0.log").read_text(errors="replace")[-20_000:], flush=True)
+    figures["tokens"] = (TOKENS, "tokens, equal before and after")
+    if not CARD:
+        write_outcome(result, figures, "no GPU here: --enable-memory-saver ends the server; without it, every call was answered")
+        return
+    given_back, wanted = free["cuda_graph"] - free["before"], planned(config)
+    figures |= {"given_back": (given_back, "bytes"), "given_back_share": (given_back / wanted, "of the planned weights and KV cache")}
+    write_outcome(result, figures)
+    if given_back < GIVEN_BACK * wanted:
+        sys.exit(f"memory: got {given_back} bytes back, expected at least {GIVEN_BACK:.0%} of {wanted}")
+
+
+async def call(engine: SGLangProcess, what: str, tag: str) -> None:
+    """Release or resume the memory that SGLang keeps under a tag (managers/scheduler_components/weight_updater.py)."""
+    await engine.client._send(f"/{what}_memory_occupation", {"tags": [tag]}, _WAIT_S)
+
+
+async def update(engine: SGLangProcess, checkpoint: Path) -> None:
+    """Load all weights in place, as `sync.method: disk` does."""
+    await engine.client.pause()
+    await engine.client.load_files(str(checkpoint), _WAIT_S)
+    await engine.client.resume()
+
+
+async def said(engine: SGLangProcess) -> list[int]:
+    """The likeliest continuation, nothing of which comes from a cache."""
+    answer = await engine.client.generate(tuple(PROMPT), Sampling(1.0, TOKENS, (), top_k=1), f"{time.monotonic_ns()}", _WAIT_S)
+    return [int(token) for token in answer.tokens]
+
+
+async def timed(work: Awaitable[None]) -> float:
+    begin = time.monotonic()
+    await work
+    return time.monotonic() - begin
+
+
+def free_bytes() -> int | None:
+    return torch.cuda.mem_get_info(0)[0] if CARD else None
+
+
+def planned(config: Config) -> int:
+    """Bytes of the engine's weights and KV cache by `asyncmoe plan`."""
+    hf = load_hf_config(config.model.path)
+    parts = memory.engine(hf, engine_parallel(config), replace(budget.serving(config, hf), staged=False)).parts
+    return parts["weights"] + parts["KV cache"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,9 @@
-"""Packing and unpacking of one rank on a GPU, against plain device-to-device copies of the same bytes in the same run."""
+"""Packing and unpacking of one rank on a GPU, between plain device-to-device copies of as many bytes in the same run."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, plan
@@ -22,17 +21,15 @@ from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.plan import DESTINATION_STRIDES, EXTENTS, ITEM, SOURCE_STRIDES, Transfer
 from asyncmoe.reshard.programs import message_program
+from benchmarks.device_copies import Timer, Turn, batched, one_by_one, pieces_of
 from benchmarks.provenance import today
 from benchmarks.published import REAL
 
 TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
 """On either side, a rank has a quarter of the experts: about 15 GiB of bfloat16."""
-ROUNDS, WARM_UP = 15, 3
+ROUNDS, WARM_UP = 9, 2
 WAYS = ("run", "rows", "uneven")
 _PATTERN_BYTES = 64 << 20
-_WORTH_A_COPY = 1 << 20
-"""Bytes of the smallest array that the plain copies include."""
-_TIMEOUT_S = 120.0
 _SEAL = 0x5EA1
 _MOST_BASES = 1 << 17
 _UNEVEN_BYTES = 8
@@ -49,12 +46,18 @@ def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
         bucket_bytes: as for an `Exchanger`; a kernel launch is one message.
 
     Returns:
-        {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; for either side "bytes", "messages" and "rate" (GB/s,
-        each byte counted once) of "copy" (the kernel, digest included) and "memcpy" (cudaMemcpyAsync out of or into the same
-        arrays, in pieces of the same size), medians of `ROUNDS` alternating turns; "share", the median of the turns' ratios;
-        and "ways": for each of the kernel's copy methods (csrc/copy_table.h: "run", "rows", "uneven") its "share" of
-        the bytes, and the "rate" of messages that use only it, None if no box does. Messages of "uneven" have all boxes,
-        shifted to 8 bytes after a multiple of 16.
+        {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; for either side "bytes", "messages", and "rate" and "device_rate":
+        GB/s by the wall clock and by the device's events (each byte counted once), medians of `ROUNDS` alternating turns, of
+
+        - "copy": the kernel, digest included.
+        - "whole": one cudaMemcpyAsync of as many bytes. Memory allows no more: the bound of all others.
+        - "batch": one cudaMemcpyBatchAsync of the same arrays in pieces of a message's size: what a copy of many arrays can reach without
+          the kernel. None without CUDA 13.
+        - "memcpy": the same pieces, a cudaMemcpyAsync for each. Its cost is launches: with arrays of a few MB it bounds nothing.
+
+        "share": the median of the turns' ratios of "copy" to "whole", by events. "ways": for each of the kernel's copy methods
+        (csrc/copy_table.h: "run", "rows", "uneven") its "share" of the bytes, and the "rate", by events, of messages that use only it, None
+        if no box does. Messages of "uneven" have all boxes, shifted to 8 bytes after a multiple of 16.
 
     Raises:
         UserError: no GPU, or no kernels built.
@@ -84,37 +87,43 @@ def results_path(results: dict[str, Any]) -> Path:
 
 def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, Any]:
     """Measure one side, see `run`. Contents are random: a GPU may be faster on zeros."""
-    packing = rank in made.sources
+    packing, timer = rank in made.sources, Timer(gpu)
     storages = (made.sources if packing else made.destinations)[rank]
     arrays = [gpu.allocate(storage.nbytes) for storage in storages.values()]
     cuts = cuts_of(made, bucket_bytes)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
     lanes = [cut_transfer(made, t, *cuts[t.source, t.destination]) for t in remote]
     slots = [[gpu.allocate(lane.slot_bytes + _UNEVEN_BYTES) for _ in range(2)] for lane in lanes]
-    _fill(gpu, [*arrays, *(slot for pair in slots for slot in pair)])
     nbytes, messages = sum(t.nbytes for t in remote), sum(len(lane) for lane in lanes)
-    turns = {
-        "copy": (nbytes, _kernels(gpu, lanes, slots, arrays, packing)),
-        "memcpy": _memcpys(gpu, nbytes // messages, slots, arrays, packing),
+    ends = [gpu.allocate(max(nbytes, sum(array.nbytes for array in arrays))) for _ in range(2)]
+    _fill(gpu, timer, [*arrays, *ends, *(slot for pair in slots for slot in pair)])
+    pieces = pieces_of(arrays, ends[0], nbytes // messages // 256 * 256, out=packing)
+    copied = sum(count for _, _, count in pieces)
+    turns: dict[str, tuple[int, Turn | None]] = {
+        "copy": (nbytes, _kernels(gpu, timer, lanes, slots, arrays, packing)),
+        "whole": (nbytes, one_by_one([(ends[0].address, ends[1].address, nbytes)], gpu, timer.handle)),
+        "batch": (copied, batched(pieces, timer.handle)),
+        "memcpy": (copied, one_by_one(pieces, gpu, timer.handle)),
     }
-    rates: dict[str, list[float]] = {name: [] for name in turns}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     for turn in range(WARM_UP + ROUNDS):
-        for name, (copied, enqueue) in turns.items():
-            rate = copied / _timed(gpu, enqueue) / 1e9
-            if turn >= WARM_UP:
-                rates[name].append(rate)
+        for name, (count, enqueue) in turns.items():
+            if enqueue is not None:
+                wall, device = timer.seconds(enqueue)
+                if turn >= WARM_UP:
+                    rates[name].append((count / wall / 1e9, count / device / 1e9))
     if packing:
-        _verify(gpu, lanes, slots, arrays)
-    share = median(ours / plain for ours, plain in zip(rates["copy"], rates["memcpy"], strict=True))
+        _verify(gpu, timer, lanes, slots, arrays)
+    share = median(ours / whole for (_, ours), (_, whole) in zip(rates["copy"], rates["whole"], strict=True))
     shares = ways_of(message_program(lane, "destination" if packing else "source") for lane in lanes)
     ways: dict[str, dict[str, float | None]] = {}
     for way in WAYS:
         parts = [boxes_of(t, way, packing) for t in remote]
         chosen = [(cut_transfer(made, t, *cuts[t.source, t.destination]), pair) for t, pair in zip(parts, slots, strict=True) if t.nbytes]
-        measured = _rate_of(gpu, chosen, arrays, packing, shift=_UNEVEN_BYTES if way == "uneven" else 0) if chosen else None
+        measured = _rate_of(gpu, timer, chosen, arrays, packing, shift=_UNEVEN_BYTES if way == "uneven" else 0) if chosen else None
         ways[way] = {"share": shares.get(way, 0) / nbytes, "rate": measured}
-    medians = {name: median(values) for name, values in rates.items()}
-    return {"bytes": nbytes, "messages": messages, "rate": medians, "share": share, "ways": ways}
+    by_wall, by_events = ({name: median(one[k] for one in found) if found else None for name, found in rates.items()} for k in (0, 1))
+    return {"bytes": nbytes, "messages": messages, "rate": by_wall, "device_rate": by_events, "share": share, "ways": ways}
 
 
 def ways_of(programs: Iterable[_C.Program]) -> dict[str, int]:
@@ -137,25 +146,29 @@ def boxes_of(transfer: Transfer, way: str, packing: bool) -> Transfer:
     return replace(transfer, copies=chosen, nbytes=int((chosen[:, EXTENTS].prod(1) * chosen[:, ITEM]).sum()))
 
 
-def _rate_of(gpu: Gpu, lanes: list[tuple[Chunks, list[DeviceBuffer]]], arrays: list[DeviceBuffer], packing: bool, *, shift: int) -> float:
-    """Return the GB/s of lanes through their buffers, whose first `shift` bytes are skipped."""
+def _rate_of(
+    gpu: Gpu, timer: Timer, lanes: list[tuple[Chunks, list[DeviceBuffer]]], arrays: list[DeviceBuffer], packing: bool, *, shift: int
+) -> float:
+    """Return the GB/s of lanes through their buffers, whose first `shift` bytes are skipped, by events."""
     slots = [[slot[shift : slot.nbytes] for slot in pair] for _, pair in lanes]
-    enqueue, nbytes = _kernels(gpu, [lane for lane, _ in lanes], slots, arrays, packing), sum(sum(lane.nbytes) for lane, _ in lanes)
-    return median([nbytes / _timed(gpu, enqueue) / 1e9 for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
+    enqueue = _kernels(gpu, timer, [lane for lane, _ in lanes], slots, arrays, packing)
+    nbytes = sum(sum(lane.nbytes) for lane, _ in lanes)
+    return median([nbytes / timer.seconds(enqueue)[1] / 1e9 for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
 
 
-def _fill(gpu: Gpu, buffers: list[DeviceBuffer]) -> None:
-    pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8)
+def _fill(gpu: Gpu, timer: Timer, buffers: list[DeviceBuffer]) -> None:
+    random, pattern = np.random.default_rng(0).integers(0, 256, _PATTERN_BYTES, np.uint8), gpu.allocate(_PATTERN_BYTES)
+    _C.copy_plainly(gpu.index, pattern.address, random.ctypes.data, random.nbytes, timer.handle)
     for buffer in buffers:
         for start in range(0, buffer.nbytes, _PATTERN_BYTES):
             part = buffer[start : start + _PATTERN_BYTES]
-            _C.copy_plainly(gpu.index, part.address, pattern.ctypes.data, part.nbytes, 0)
-    _finish(gpu)
+            _C.copy_plainly(gpu.index, part.address, pattern.address, part.nbytes, timer.handle)
+    timer.finish()
 
 
 def _kernels(
-    gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
-) -> Callable[[], None]:
+    gpu: Gpu, timer: Timer, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
+) -> Turn:
     """Enqueue every message of a rank, through two buffers per lane."""
     programs = [_C.DeviceProgram(message_program(lane, "destination" if packing else "source"), gpu.index) for lane in lanes]
     mine, messages = _addresses(arrays), [[_addresses([slot]) for slot in pair] for pair in slots]
@@ -165,56 +178,19 @@ def _kernels(
             for program, lane, pair in zip(programs, lanes, messages, strict=True):
                 if number < len(lane):
                     ends = (mine, pair[number % 2]) if packing else (pair[number % 2], mine)
-                    program.run(number, *ends, _SEAL, 0)
+                    program.run(number, *ends, _SEAL, timer.handle)
 
     return enqueue
 
 
-def _memcpys(
-    gpu: Gpu, largest: int, slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
-) -> tuple[int, Callable[[], None]]:
-    """Return the bytes, and a function that enqueues plain copies in pieces of at most `largest`, between arrays and alternating buffers.
-
-    Small arrays are skipped, because launches of tiny copies would only slow this down.
-    """
-    buffers = [slot for pair in slots for slot in pair]
-    step = min(largest, *(buffer.nbytes for buffer in buffers)) // 256 * 256
-    pieces: list[tuple[int, int, int]] = []
-    for array in arrays:
-        for start in range(0, array.nbytes if array.nbytes >= _WORTH_A_COPY else 0, step):
-            there, here = buffers[len(pieces) % len(buffers)].address, array.address + start
-            count = min(step, array.nbytes - start)
-            pieces.append((there, here, count) if packing else (here, there, count))
-
-    def enqueue() -> None:
-        for destination, source, count in pieces:
-            _C.copy_plainly(gpu.index, destination, source, count, 0)
-
-    return sum(count for _, _, count in pieces), enqueue
-
-
-def _timed(gpu: Gpu, enqueue: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    enqueue()
-    _finish(gpu)
-    return time.perf_counter() - started
-
-
-def _finish(gpu: Gpu) -> None:
-    event = _C.DeviceEvent(gpu.index)
-    event.record(0)
-    if not event.wait(_TIMEOUT_S):
-        raise WaitTimeout(gpu.device, "the measured copies", _TIMEOUT_S)
-
-
-def _verify(gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer]) -> None:
+def _verify(gpu: Gpu, timer: Timer, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer]) -> None:
     """Check the last message of each lane, as packed by the kernel, against the digest computed on the host."""
-    _kernels(gpu, lanes, slots, arrays, packing=True)()
+    _kernels(gpu, timer, lanes, slots, arrays, packing=True)()
     for lane, pair in zip(lanes, slots, strict=True):
         number = len(lane) - 1
         message = np.empty(lane.message_bytes(number), np.uint8)
-        _C.copy_plainly(gpu.index, message.ctypes.data, pair[number % 2].address, message.nbytes, 0)
-        _finish(gpu)
+        _C.copy_plainly(gpu.index, message.ctypes.data, pair[number % 2].address, message.nbytes, timer.handle)
+        timer.finish()
         expected = _C.digest(message.ctypes.data, lane.nbytes[number]) ^ _SEAL
         if int(message[-8:].view(np.uint64)[0]) != expected:
             raise InvariantBroken(f"the GPU's digest of message {number + 1} to rank {lane.destination} is not the host's")

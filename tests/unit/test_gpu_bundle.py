@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu.bundle import manifest
+from tests.gpu.bundle import manifest, run, slim
 from tests.gpu.bundle.parts import CALLS, LIMIT_S, Part
 from tests.unit.source_imports import statements
 
@@ -104,3 +108,109 @@ def test_the_five_calls_are_under_eleven_minutes_and_every_part_is_there() -> No
             assert f"`{part.name}`" in page
     own = [part.name for parts in CALLS.values() for part in parts if not part.again]
     assert len(own) == len(set(own)), "a summary has the parts of all calls"
+
+
+# ---------------------------------------------------------------- one call
+
+
+@dataclass
+class Call:
+    """A call whose parts start nothing.
+
+    Attributes:
+        ran: the parts that would have been started.
+        failing: names of parts that fail.
+    """
+
+    results: Path
+    ran: list[str] = field(default_factory=list)
+    failing: tuple[str, ...] = ()
+    capability: str = "9.0"
+
+    def start(self, part: Part, *_: object) -> run.Outcome:
+        self.ran.append(part.name)
+        facts = {"card": {"value": "a card", "unit": ""}, "capability": {"value": self.capability, "unit": ""}}
+        return run.Outcome("failed" if part.name in self.failing else "ok", figures=facts if part.name == "facts" else {})
+
+    def __call__(self, call: str, *arguments: str, commit: str = "c1") -> int:
+        work = self.results.with_name("work")
+        sys.argv = ["run.py", "--call", call, "--commit", commit, "--work", str(work), *arguments, str(self.results)]
+        self.ran.clear()
+        return run.main()
+
+    def found(self) -> dict[str, Any]:
+        return json.loads((self.results / "summary.json").read_text())
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    made = Call(tmp_path / "results")
+    monkeypatch.setattr(run, "start", made.start)
+    monkeypatch.setattr(sys, "argv", [])
+    return made
+
+
+def test_a_call_continues_with_what_had_not_ended_well(call: Call) -> None:
+    call.failing = ("graph",)
+    assert call("updates") == 1
+    assert call.ran == [part.name for part in CALLS["updates"] if not part.asked]
+    call.failing = ()
+    assert call("two-processes") == 0
+    assert call("updates") == 0
+    assert call.ran == ["facts", "build", "graph"]
+    assert {"nccl", "graph", "bench"} <= call.found()["parts"].keys()
+    assert call.found()["calls"].keys() == {"two-processes", "updates"}
+    assert call("updates", "--only", "sanitizer") == 0
+    assert call.ran == ["facts", "sanitizer"]
+
+
+def test_results_of_another_commit_are_kept(call: Call) -> None:
+    call("updates")
+    with pytest.raises(SystemExit, match="got results of commit c1, expected those of c2"):
+        call("updates", commit="c2")
+    assert call.ran == []
+    assert call.found()["commit"] == "c1"
+
+
+def test_a_library_without_code_for_the_card_ends_a_call_before_anything_starts(call: Call) -> None:
+    call.capability = "10.0"
+    with pytest.raises(SystemExit, match=r"two-processes: got a card of 10.0, expected sm_90, .* nvidia-nccl-cu13 .*; set ARCHITECTURE"):
+        call("two-processes")
+    assert call.ran == ["facts"]
+    call("updates")
+    assert "graph" in call.ran
+
+
+# ---------------------------------------------------------------- slimmed libraries
+
+
+def entry(architecture: int, code: bytes, header: int = 64) -> bytes:
+    """Code as nvcc wraps it: kind, version, bytes of the header, bytes of the code, ..., the architecture at byte 28."""
+    return struct.pack("<HHIQ12xI", 2, 0x101, header, len(code), architecture).ljust(header, b"h") + code
+
+
+def library(*containers: tuple[bytes, ...]) -> bytes:
+    """An ELF file of three sections: none, the names, and containers of entries eight bytes apart."""
+    fat = b"".join(struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, one))) + b"".join(one) + bytes(8) for one in containers)
+    names = b"\0.shstrtab\0.nv_fatbin\0"
+    sections = [(0, 0, 0), (1, 64, len(names)), (11, 64 + len(names), len(fat))]
+    headers = b"".join(struct.pack("<II16xQQ24x", name, 1, start, size) for name, start, size in sections)
+    head = b"\x7fELF\x02".ljust(0x28, b"\0") + struct.pack("<Q", 64 + len(names) + len(fat)) + bytes(10) + struct.pack("<HHH", 64, 3, 1)
+    return head + names + fat + headers
+
+
+def test_code_for_other_cards_becomes_zeros_and_nothing_moves() -> None:
+    one, other, third = b"hopper**" * 9, b"blackwel" * 5, b"ampere**" * 3
+    whole = library((entry(80, third), entry(90, one)), (entry(100, other), entry(90, one, header=80)))
+    part = slim.slimmed(whole, 90)
+    assert part == whole.replace(third, bytes(len(third))).replace(other, bytes(len(other)))
+    assert part.count(one) == 2
+    assert [code.architecture for code in slim.codes_of(part)] == [80, 90, 100, 90]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(library((entry(80, b"ampere**"),)), "got sm_80, expected some for sm_90"), (b"text", "ELF")]
+)
+def test_a_library_that_would_have_no_code_left_is_refused(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        slim.slimmed(content, 90)

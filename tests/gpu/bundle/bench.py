@@ -1,4 +1,4 @@
-"""`asyncmoe bench gpu` with large and with small messages: `python -m tests.gpu.bundle.bench RESULT`."""
+"""`asyncmoe bench gpu` with messages of several sizes: `python -m tests.gpu.bundle.bench RESULT`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ import torch
 from benchmarks import gpu
 from tests.gpu.bundle.summary import write_outcome
 
-CASES = {"": (512 << 20, 1.0), "_small": (64 << 20, 0.25)}
-"""Suffix of the figures -> bytes of a message at most, share of the model's layers."""
-_NEEDED = 48 << 30
-"""Bytes for a whole rank of the model on either side, its messages and some room."""
+MEGABYTES = (64, 4, 512, 16, 256)
+"""Sizes of messages, those first that say most, should the rest not end in time."""
+_BUCKET = 5
+"""A bucket is so many messages: one for each of four lanes, and what is reserved (`asyncmoe.reshard.chunks.cuts_of`)."""
+_NEEDED = 64 << 30
+"""Bytes for a whole rank of the model on either side, as many to copy whole, its messages and some room."""
 
 
 def main() -> None:
     """A card with less memory takes fewer layers; the figure "layers" says how many."""
     found: dict[str, tuple[Any, str]] = {}
-    share = min(1.0, torch.cuda.mem_get_info(0)[0] / _NEEDED)
-    for suffix, (bucket, scale) in CASES.items():
-        results = gpu.run(scale * share, bucket)
-        Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", "."), f"bench-gpu{suffix}.json").write_text(json.dumps(results, indent=1) + "\n")
-        found[f"layers{suffix}"] = (results["model"]["num_hidden_layers"], "layers")
+    scale = min(1.0, torch.cuda.mem_get_info(0)[0] / _NEEDED)
+    for size in MEGABYTES:
+        results = gpu.run(scale, _BUCKET * size * 1_000_000)
+        Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", "."), f"bench-gpu-{size}.json").write_text(json.dumps(results, indent=1) + "\n")
+        found["layers"] = (results["model"]["num_hidden_layers"], "layers")
         for side in ("pack", "unpack"):
-            found[f"{side}_share{suffix}"] = (round(results[side]["share"], 4), "of a device copy")
-            found[f"{side}_rate{suffix}"] = (round(results[side]["rate"]["copy"], 1), "GB/s")
-            found[f"{side}_copy_rate{suffix}"] = (round(results[side]["rate"]["memcpy"], 1), "GB/s")
-        write_outcome(Path(sys.argv[1]), found)  # what there is, should the next not end in time
+            one = results[side]
+            found[f"{side}_{size}_share"] = (round(one["share"], 4), "of one copy of all bytes, by events")
+            found[f"{side}_{size}_message"] = (one["bytes"] // one["messages"], "bytes")
+            for name, rate in one["device_rate"].items():
+                found[f"{side}_{size}_{name}"] = (rate and round(rate, 1), "GB/s by events")
+                found[f"{side}_{size}_{name}_wall"] = (rate and round(one["rate"][name], 1), "GB/s by the wall clock")
+        write_outcome(Path(sys.argv[1]), found)
 
 
 if __name__ == "__main__":

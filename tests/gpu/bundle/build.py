@@ -12,7 +12,6 @@ import torch
 from asyncmoe.build import source_digests
 from tests.gpu.bundle.summary import write_outcome
 
-
 _THERE = "import asyncmoe.reshard._C as one, asyncmoe.trajectory._C as other; print(one.CUDA, one.SOURCES, other.SOURCES)"
 
 

@@ -52,9 +52,7 @@ def main() -> None:
                     sys.exit(f"{call}: got {size / 2**20:.1f} MiB, expected at most {limit}; leave more out in manifest.WITHOUT")
                 given.out.mkdir(parents=True, exist_ok=True)
                 shutil.move(made, given.out / call)  # whole or not at all
-                print(
-                    f"{given.out / call}: {len(list((given.out / call / 'wheels').iterdir()))} wheels, {size / 2**20:.1f} MiB, of {commit}"
-                )
+                print(f"{given.out / call}: {size / 2**20:.1f} MiB, of {commit}", flush=True)
         except (OSError, subprocess.SubprocessError) as error:
             sys.exit(f"{given.out}: {error}; got no bundle, expected a git checkout, a package registry and a folder that can be written")
 
@@ -104,7 +102,7 @@ def download(names: Collection[str], folder: Path) -> None:
 
 
 def slim_wheel(wheel: Path, target: Path) -> Path:
-    """Copy a wheel without what `manifest.WITHOUT` and `manifest.SLIMMED` name, compressed harder. pip and `zipfile` read it as any other."""
+    """Copy a wheel without what `manifest.WITHOUT` and `manifest.SLIMMED` name, compressed harder. pip and `zipfile` read it as any."""
     name = distribution_of(wheel)
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(target, "w") as part:
         for info in whole.infolist():

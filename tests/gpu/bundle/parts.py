@@ -52,8 +52,8 @@ CALLS: Mapping[str, tuple[Part, ...]] = {
         Part("graph", 12, f"{_HERE}.graph_commit"),
         _tests("deltas", 20, "tests/gpu/test_deltas.py"),
         Part("offload", 20, f"{_HERE}.offload_steps", gpu=False),
-        Part("update", 45, f"{_HERE}.whole_update", gpu=False),
-        Part("bench", 35, f"{_HERE}.bench"),
+        Part("update", 40, f"{_HERE}.whole_update", gpu=False),
+        Part("bench", 40, f"{_HERE}.bench"),
         _tests("copies", 80, "tests/gpu/test_reshard_gpu.py", "-k", "not sanitizer", asked=True),
         _tests("overlap", 25, "tests/gpu/test_overlap_gpu.py", asked=True),
         _tests("sanitizer", 25, "tests/gpu/test_reshard_gpu.py", "-k", "sanitizer", asked=True),
@@ -74,4 +74,4 @@ CALLS: Mapping[str, tuple[Part, ...]] = {
         Part("checksums", 35, f"{_HERE}.checksums", asked=True),
     ),
 }
-"""Name -> parts. In each, the cheap and the telling come first. What an H200 has shown, and nothing has changed since, is only asked for."""
+"""Name -> parts. The cheap and the telling come first. What an H200 has shown, and nothing has changed since, is only asked for."""

@@ -141,7 +141,7 @@ def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mappin
         finally:
             _end(process)
     seconds, said = round(time.monotonic() - begin, 1), last_line(log)
-    told = {"skipped": "", "figures": {}} if tests or not result.exists() else json.loads(result.read_text())
+    told: dict[str, Any] = {"skipped": "", "figures": {}} if tests or not result.exists() else json.loads(result.read_text())
     if tests:
         told["figures"] = {
             what: {"value": int(count), "unit": "tests"} for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)

@@ -5,7 +5,8 @@
      "parts": {"kernels": {"status": "ok", "reason": "", "seconds": 31.0, "limit_seconds": 70,
                            "figures": {"passed": {"value": 61, "unit": "tests"}}}}}
 
-"calls" has the seconds that each call took when it last ran. A status is ok, failed or skipped; the reason of the latter two is a line. Documentation cites a figure by its place, e.g.
+"calls" has the seconds that each call took when it last ran. A status is ok, failed or skipped; the reason of the latter two is a line.
+Documentation cites a figure by its place, e.g.
 `parts.bench.figures.pack_share.value`.
 """
 

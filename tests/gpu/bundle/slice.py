@@ -11,7 +11,6 @@ layer's launches and time are half of what four layers have more than two.
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import os
 import sys
@@ -49,7 +48,8 @@ def main() -> None:
     spec, result = sys.argv[1], Path(sys.argv[2])
     if spec == "local":
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
-    model = importlib.import_module("tests.gpu.bundle.slice_steps")
+    from tests.gpu.bundle import slice_steps as model  # prepares Megatron for what is installed
+
     place = model.mesh.start(TrainerSection())
     found: Figures = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
     for case in OF[spec]:

@@ -8,6 +8,8 @@ driver's (cudaMemGetInfo). Without a card that argument ends the server; there i
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import sys
 import tempfile
 import time
@@ -44,6 +46,8 @@ def main() -> None:
         others = Path(folder, "others")
         for seed, path in enumerate((config.model.path, others)):
             make_model(path, config.model.make, seed)
+        if CARD:
+            let_preload()
         asyncio.run(measured(config, others, result))
 
 
@@ -54,6 +58,14 @@ def configuration(folder: Path) -> dict[str, Any]:
         given["model"]["make"] |= {"layers": 8, "hidden": 1024, "experts": 16, "expert_hidden": 512}
         given["engines"]["max_total_tokens"] = 1 << 20
     return given
+
+
+def let_preload() -> None:
+    """Let the server's processes find what the saver's library needs, which they load before torch: libcuda and libcudart, where torch found
+    them."""
+    torch.cuda.init()
+    folders = {str(Path(word).parent) for word in Path("/proc/self/maps").read_text().split() if re.search(r"/libcuda(rt)?\.so", word)}
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 async def measured(config: Config, others: Path, result: Path) -> None:

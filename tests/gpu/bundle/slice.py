@@ -48,6 +48,7 @@ def main() -> None:
     spec, result = sys.argv[1], Path(sys.argv[2])
     if spec == "local":
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
+    os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")  # scales of float8 as engines serve them, and as a trainer sets it
     from tests.gpu.bundle import slice_steps as model  # prepares Megatron for what is installed
 
     place = model.mesh.start(TrainerSection())

@@ -61,8 +61,8 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def let_preload() -> None:
-    """Let the server's processes find what the saver's library needs, which they load before torch: libcuda and libcudart, where torch found
-    them."""
+    """Let the server's processes, which load the saver's library before torch, find what it needs where torch found it: libcuda and
+    libcudart."""
     torch.cuda.init()
     folders = {str(Path(word).parent) for word in Path("/proc/self/maps").read_text().split() if re.search(r"/libcuda(rt)?\.so", word)}
     os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])

@@ -44,7 +44,7 @@ _BEGIN_ON_HOST = (_FACTS, Part("build", 25, f"{_HERE}.build", ("host",), needs=(
 CALLS: Mapping[str, tuple[Part, ...]] = {
     "two-processes": (
         *_BEGIN,
-        Part("nccl", 40, f"{_HERE}.two_processes"),
+        Part("nccl", 40, f"{_HERE}.two_processes", gpu=False),
         _tests("ipc", 25, "tests/gpu/test_reshard_gpu.py", "-k", "ipc or damaged"),
     ),
     "updates": (
@@ -74,9 +74,8 @@ CALLS: Mapping[str, tuple[Part, ...]] = {
     "memory-saver": (
         *_BEGIN,
         Part("saver", 58, f"{_HERE}.saver", gpu=False),
-        Part("experts", 35, f"{_HERE}.triton_experts", gpu=False, asked=True),
         Part("tiny-run", 85, f"{_HERE}.tiny_run", gpu=False, asked=True),
         Part("checksums", 35, f"{_HERE}.checksums", asked=True),
     ),
 }
-"""Name -> parts. The cheap and the telling come first. What an H200 has shown, and nothing has changed since, is only asked for."""
+"""Name -> parts. The cheap and the telling come first. What has passed on an H200, and other parts exercise too, is only asked for."""

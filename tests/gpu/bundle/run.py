@@ -51,12 +51,13 @@ def main() -> int:
     parser.add_argument("--call", choices=CALLS, required=True)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--work", type=Path, required=True, help="scratch; run.sh has unpacked the wheels into its folder site")
-    parser.add_argument("--only", help="names of parts, separated by commas, besides facts; default: all that need not be asked for")
+    parser.add_argument("--only", help="names of parts, separated by commas; default: all that need not be asked for")
     parser.add_argument("--times", type=float, default=1.0, help="so many times the time for everything, on a slow machine")
     parser.add_argument("results", type=Path)
     given = parser.parse_args()
     parts = CALLS[given.call]
-    wanted = {part.name for part in parts if not part.asked} if given.only is None else {*given.only.split(","), "facts"}
+    always = {part.name for part in parts if part.again}
+    wanted = {part.name for part in parts if not part.asked} if given.only is None else {*given.only.split(","), *always}
     if unknown := sorted(wanted - {part.name for part in parts}):
         parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in parts)}")
     logs, summary, packed = given.work / "logs" / given.call, given.results / "summary.json", given.results / f"logs-{given.call}.tar.gz"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 _SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 _MAGIC = 0xBA55ED50
@@ -20,34 +19,28 @@ _ENTRY = struct.Struct("<HHIQ12xI")
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True)
-class Code:
-    """Code for one architecture, such as 90, in bytes [start, end) of a file."""
-
-    architecture: int
-    start: int
-    end: int
-
-
 def slimmed(library: bytes, architecture: int) -> bytes:
     """Return a library in which all code but that for one architecture is zeros.
 
     Raises:
         ValueError: the file has no code for the architecture, or is no 64-bit ELF file.
     """
-    codes = list(codes_of(library))
-    if all(code.architecture != architecture for code in codes):
-        there = ", ".join(f"sm_{one}" for one in sorted({code.architecture for code in codes})) or "none"
-        raise ValueError(f"code for cards: got {there}, expected some for sm_{architecture}")
-    kept = bytearray(library)
-    for code in codes:
-        if code.architecture != architecture:
-            kept[code.start : code.end] = bytes(code.end - code.start)
+    kept, there = bytearray(library), set[int]()
+    for found, start, end in codes_of(library):
+        there.add(found)
+        if found != architecture:
+            kept[start:end] = bytes(end - start)
+    if architecture not in there:
+        raise ValueError(f"code for cards: got {sorted(there)}, expected some for {architecture}")
     return bytes(kept)
 
 
-def codes_of(library: bytes) -> Iterator[Code]:
-    """Yield all code for cards in a library. Raises ValueError if it is no 64-bit ELF file."""
+def codes_of(library: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (architecture, such as 90, first byte, byte after the last) of all code for cards in a library.
+
+    Raises:
+        ValueError: it is no 64-bit ELF file.
+    """
     for at, end in _fat_sections(library):
         while at + _CONTAINER.size <= end:
             magic, _, header, size = _CONTAINER.unpack_from(library, at)
@@ -57,9 +50,8 @@ def codes_of(library: bytes) -> Iterator[Code]:
             entry, at = at + header, at + header + size
             while entry < at:
                 _, _, entry_header, nbytes, architecture = _ENTRY.unpack_from(library, entry)
-                code = entry + entry_header
-                yield Code(architecture, code, code + nbytes)
-                entry = code + nbytes
+                yield architecture, entry + entry_header, entry + entry_header + nbytes
+                entry += entry_header + nbytes
 
 
 def _fat_sections(library: bytes) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.nccl import make_unique_id, origin
 from asyncmoe.reshard.nccl_transport import NcclTransport
 from asyncmoe.rpc import peers
@@ -35,56 +33,37 @@ MESSAGES, MESSAGE_BYTES = 8, 256 << 20
 """2 GiB from rank 0 to rank 1."""
 TIMEOUT_S = 8.0
 _PAIR_S = 25.0
-_POLL_S = 0.02
 _MAX_CTAS = 8
 """As `sync.nccl_max_ctas` by default."""
 
-
-@dataclass(frozen=True)
-class Told:
-    """How a rank fared.
-
-    Attributes:
-        error: "TransferError: ..." where an exchange failed.
-        seconds: until that error.
-        rate: GB/s of the second time that all messages were exchanged.
-        wrong: messages that arrived with other bytes than were sent.
-    """
-
-    error: str = ""
-    seconds: float = 0.0
-    rate: float = 0.0
-    wrong: int = 0
+Told = dict[str, Any]
+"""What a rank says: "facts" (`peers.Facts`), "rate" (GB/s of the second time that all messages were exchanged), "wrong" (messages with
+other bytes than were sent), "error" ("TransferError: ...") and "seconds" until it."""
 
 
 def main() -> None:
-    result, figures = Path(sys.argv[1]), dict[str, tuple[Any, str]]()
-    with tempfile.TemporaryDirectory() as folder:
-        apart = _pair(Path(folder, "apart"), "1", "0")
-        figures["refusal"] = (_refusal(Path(folder, "apart")), "")
-        if _C.cuda_device_count() == 0:
-            write_outcome(result, figures, "no GPU here: only the refusal of settings that differ was tried")
-            return
-        found = origin()
-        figures |= {"nccl_here": (found.words, ""), "unrefused": ("; ".join(one.error or "no error" for one in apart), "")}
+    result, figures, card = Path(sys.argv[1]), dict[str, tuple[Any, str]](), _C.cuda_device_count() > 0
+    apart = _pair("1", "0")
+    figures["refusal"] = (_refusal(*apart), "")
+    if not card:
+        write_outcome(result, figures, "no GPU here: only the refusal of settings that differ was tried")
+        return
+    figures |= {"nccl_here": (origin().words, ""), "unrefused": ("; ".join(told.get("error", "no error") for told in apart), "")}
+    for setting in ("1", "0"):
         write_outcome(result, figures)
-        for setting in ("1", "0"):
-            sender, receiver = _pair(Path(folder, setting), setting, setting, kill=setting == "0")
-            figures[f"rate_cumem_{setting}"] = (round(receiver.rate, 1), "GB/s")
-            write_outcome(result, figures)
-            if receiver.error or receiver.wrong or not receiver.rate:
-                sys.exit(
-                    f"{SETTING}={setting} in both processes: got {receiver}, expected {MESSAGES} messages as sent; the sender: {sender}"
-                )
-    figures |= {"killed_error": (sender.error, ""), "killed_seconds": (round(sender.seconds, 1), "s until the other rank ended")}
+        sender, receiver = _pair(setting, setting, kill=setting == "0")
+        figures[f"rate_cumem_{setting}"] = (receiver.get("rate"), "GB/s")
+        if receiver.get("wrong") != 0 or "error" in receiver:
+            sys.exit(f"{SETTING}={setting} twice: got {receiver}, expected {MESSAGES} messages as sent; the sender: {sender}")
+    figures |= {"killed_error": (sender.get("error"), ""), "killed_seconds": (sender.get("seconds"), "s until the other rank ended")}
     write_outcome(result, figures)
-    if not sender.error.startswith(("TransferError", "WaitTimeout")) or sender.seconds > 2 * TIMEOUT_S:
-        sys.exit(f"the peer of a killed process: got {sender}, expected an error that names it within {2 * TIMEOUT_S:g} s")
+    if sender.get("seconds", 1e9) > 2 * TIMEOUT_S:
+        sys.exit(f"the peer of a killed process: got {sender}, expected an error within {2 * TIMEOUT_S:g} s")
 
 
-def _refusal(folder: Path) -> str:
-    """The line with which a run refuses the processes of a folder."""
-    ours, theirs = (msgspec.json.decode((folder / f"facts-{rank}").read_bytes(), type=peers.Facts) for rank in (0, 1))
+def _refusal(*told: Told) -> str:
+    """The line with which a run refuses one of two processes."""
+    ours, theirs = (msgspec.convert(one["facts"], peers.Facts) for one in told)
     try:
         peers.check(ours, theirs)
     except UserError as error:
@@ -92,95 +71,73 @@ def _refusal(folder: Path) -> str:
     sys.exit(f"processes with {ours.nccl} and {theirs.nccl}: got no refusal, expected one line")
 
 
-def _pair(folder: Path, *settings: str, kill: bool = False) -> list[Told]:
+def _pair(*settings: str, kill: bool = False) -> list[Told]:
     """What two ranks say of which each has its setting; rank 1 kills itself in the end if `kill`."""
-    folder.mkdir()
-    started = []
-    for rank, setting in enumerate(settings):
-        environment = {**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", SETTING: setting}
-        code = f"from tests.gpu.bundle import two_processes as m; m.play({rank}, {str(folder)!r}, {kill})"
-        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
-    until = time.monotonic() + _PAIR_S
-    for process in started:
-        try:
-            process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    unique_id = make_unique_id().hex() if _C.cuda_device_count() else ""
+    with tempfile.TemporaryDirectory() as folder:
+        files, started = [Path(folder, str(rank)) for rank in range(len(settings))], []
+        for rank, setting in enumerate(settings):
+            environment = {**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", SETTING: setting}
+            code = f"from tests.gpu.bundle import two_processes as m; m.play({rank}, {str(files[rank])!r}, {unique_id!r}, {kill})"
+            started.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
+        until = time.monotonic() + _PAIR_S
+        while any(process.poll() is None for process in started) and time.monotonic() < until:
+            time.sleep(0.05)
+        for process in started:
             process.kill()
             process.wait()
-    files = [folder / f"told-{rank}" for rank in range(len(settings))]
-    return [Told(**json.loads(file.read_text())) if file.exists() else Told(error="it said nothing; see the log") for file in files]
+        return [json.loads(file.read_text()) if file.exists() else {"error": "it said nothing; see the log"} for file in files]
 
 
-def play(rank: int, folder: str, kill: bool) -> None:
-    """One of two ranks: write this process's facts, exchange the messages twice, and say how it went."""
-    (Path(folder) / f"facts-{rank}").write_bytes(msgspec.json.encode(peers.facts(f"rank {rank}")))
-    if _C.cuda_device_count() == 0:
-        return
-    said, began = Path(folder) / f"told-{rank}", time.monotonic()
+def play(rank: int, file: str, unique_id: str, kill: bool) -> None:
+    """One of two ranks: exchange the messages, and write how it went."""
+    told: Told = {"facts": msgspec.to_builtins(peers.facts(f"rank {rank}"))}
+
+    def tell(**more: Any) -> None:
+        told.update(more)
+        Path(file).write_text(json.dumps(told))
+
+    tell()
+    began = time.monotonic()
     try:
-        nccl = NcclTransport(rank, 2, _unique_id(rank, Path(folder)), 0, timeout_s=TIMEOUT_S, max_ctas=_MAX_CTAS)
-        told = exchanged(nccl, 1 - rank)
-        if kill:
-            said.write_text(json.dumps(asdict(told)))
+        if unique_id:
+            nccl = NcclTransport(rank, 2, bytes.fromhex(unique_id), 0, timeout_s=TIMEOUT_S, max_ctas=_MAX_CTAS)
+            tell(**exchanged(nccl, rank))
             began = time.monotonic()
-            if rank == 1:
+            if kill and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            message = nccl.empty(MESSAGE_BYTES)
-            nccl.exchange([], [(1, message)], TIMEOUT_S)
-        nccl.end(True)
+            if kill:
+                nccl.exchange([], [(1, nccl.empty(MESSAGE_BYTES))], TIMEOUT_S)
+            nccl.end(True)
     except AsyncmoeError as error:
-        told = Told(f"{type(error).__name__}: {error}", time.monotonic() - began)
-    said.write_text(json.dumps(asdict(told)))
+        tell(error=f"{type(error).__name__}: {error}", seconds=round(time.monotonic() - began, 1))
 
 
-def exchanged(nccl: NcclTransport, peer: int) -> Told:
+def exchanged(nccl: NcclTransport, rank: int) -> Told:
     """Send all messages to rank 1, or receive them, twice."""
-    buffers = [nccl.empty(MESSAGE_BYTES) for _ in range(MESSAGES)]
     content = np.random.default_rng(1).integers(0, 256, MESSAGE_BYTES, np.uint8)
-    for number, buffer in enumerate(buffers):
+    buffers, got, wrong, seconds = [nccl.empty(MESSAGE_BYTES) for _ in range(MESSAGES)], np.empty_like(content), 0, 0.0
+    for number, buffer in enumerate(buffers if rank == 0 else ()):
         content[:8] = number
-        if peer == 1:
-            _copy(buffer.address, content)
-    seconds = 0.0
+        _move(buffer.address, content.ctypes.data)
     for _ in range(2):
         began = time.perf_counter()
         for buffer in buffers:
-            nccl.exchange(*(([(peer, buffer)], []) if peer == 1 else ([], [(peer, buffer)])), TIMEOUT_S)
+            nccl.exchange(*(([(1, buffer)], []) if rank == 0 else ([], [(0, buffer)])), TIMEOUT_S)
         seconds = time.perf_counter() - began
-    wrong = 0 if peer == 1 else sum(not _holds(buffer, content, number) for number, buffer in enumerate(buffers))
-    return Told(rate=MESSAGES * MESSAGE_BYTES / seconds / 1e9, wrong=wrong)
+    for number, buffer in enumerate(buffers):
+        content[:8] = number
+        _move(got.ctypes.data, buffer.address)
+        wrong += not np.array_equal(got, content)
+    return {"rate": round(MESSAGES * MESSAGE_BYTES / seconds / 1e9, 1), "wrong": wrong}
 
 
-def _holds(buffer: DeviceBuffer, content: np.ndarray, number: int) -> bool:
-    content[:8] = number
-    got = np.empty_like(content)
-    _C.copy_plainly(0, got.ctypes.data, buffer.address, got.nbytes, 0)
-    _finish()
-    return np.array_equal(got, content)
-
-
-def _copy(address: int, content: np.ndarray) -> None:
-    _C.copy_plainly(0, address, content.ctypes.data, content.nbytes, 0)
-    _finish()
-
-
-def _finish() -> None:
+def _move(destination: int, source: int) -> None:
+    """Copy a message between host and card, and wait for it."""
+    _C.copy_plainly(0, destination, source, MESSAGE_BYTES, 0)
     event = _C.DeviceEvent(0)
     event.record(0)
     event.wait(TIMEOUT_S)
-
-
-def _unique_id(rank: int, folder: Path) -> bytes:
-    """NCCL's ID of the communicator, which rank 0 makes and rank 1 waits for."""
-    file = folder / "id"
-    if rank == 0:
-        file.with_suffix(".part").write_bytes(made := make_unique_id())
-        file.with_suffix(".part").replace(file)
-        return made
-    until = time.monotonic() + TIMEOUT_S
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(_POLL_S)
-    return file.read_bytes()
 
 
 if __name__ == "__main__":

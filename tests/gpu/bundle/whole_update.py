@@ -12,12 +12,12 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
@@ -27,8 +27,7 @@ import torch.distributed as dist
 from asyncmoe.errors import TransferError, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand
-from asyncmoe.reshard.layout import Storage
+from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand, parse
 from asyncmoe.rpc import address, messages
 from asyncmoe.weights import protocol
 from asyncmoe.weights.receiver import handshake, worker
@@ -46,163 +45,108 @@ SMALL = {
 }  # fmt: skip
 UPDATES = (("first", 1), ("full", 1), ("delta", 100))
 """Name -> of so many elements one changes."""
-_ENGINE = EngineParallel()
 _TIMEOUT_S = 60.0
 
 
 def main() -> None:
+    """Publish all versions, and write what each took by part: "prepare" (what changed; first also the meeting), "stage", "commit"."""
     card = torch.cuda.is_available()
     hf, device = (MODEL, torch.device("cuda", 0)) if card else (SMALL, torch.device("cpu"))
-    needed = 4 * sum(storage.nbytes for storage in engine_storages(hf).values())
-    if card and torch.cuda.mem_get_info(0)[1] < 1.1 * needed:
-        write_outcome(Path(sys.argv[1]), {}, f"the card has too little memory: expected {1.1 * needed / 1e9:.0f} GB")
-        return
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    engine = context.Process(target=receive, args=(hf, str(device), there), daemon=True)
-    engine.start()
+    context.Process(target=receive, args=(hf, str(device), there), daemon=True).start()
     there.close()  # so that `here` ends with the engine
-    figures: dict[str, tuple[Any, str]] = {"device": (torch.cuda.get_device_name(0) if card else "cpu", "")}
-    figures["bytes"] = (needed // 4, "bytes")
-    publish(Trained(hf, device), Controller(here), card, figures, Path(sys.argv[1]))
-    here.send(None)
-    engine.join(_TIMEOUT_S)
-
-
-def publish(model: Trained, controller: Controller, card: bool, figures: dict[str, tuple[Any, str]], result: Path) -> None:
-    """Publish all versions, and write what each took by part: "prepare" (what changed; first also the meeting), "stage", "commit"."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel = MegatronParallel()
+    tensors = empty(Payload(hf).weights_of_trainer(parallel, 0, "bfloat16").storages, device)
+    for tensor in tensors.values():
+        tensor.view(torch.int16).random_(-(1 << 15), 1 << 15)
+    mesh = SimpleNamespace(rank=0, world=1, device=device, backend="nccl" if card else "gloo")
+    model: Any = SimpleNamespace(hf=hf, dtype=torch.bfloat16, parallel=parallel, mesh=mesh, adapter=None, weights=lambda: tensors)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     config = minimal(engines={"dtype": "bfloat16", "share_gpus": card}, sync={"delta": "auto", "timeout_s": _TIMEOUT_S})
+    controller: Any = Controller(here)
     unverified: Any = SimpleNamespace(of_next=lambda: ())
-    publisher = ReshardPublisher(config, model, controller, unverified)  # type: ignore[arg-type]  # stands for a client
+    publisher = ReshardPublisher(config, model, controller, unverified)
+    figures: dict[str, tuple[Any, str]] = {"device": (torch.cuda.get_device_name(0) if card else "cpu", "")}
     for version, (name, each) in enumerate(UPDATES, 1):
-        model.change(each, version)
-        controller.times = [time.perf_counter()]
+        for tensor in tensors.values():
+            tensor.view(torch.int16).view(-1)[version::each].bitwise_xor_(1)
+        begun = time.perf_counter()
         publisher.begin(version)
         published = publisher.settle()
         assert published is not None
         assert published.traffic is not None
-        begun, staging, committing = controller.times
-        commit_s = published.pause_ms / 1e3
-        seconds = {"prepare": staging - begun, "stage": committing - staging, "commit": commit_s, "whole": published.seconds}
-        figures |= {f"{name}_{part}": (round(took, 4), "s") for part, took in seconds.items()}
+        staging, committing = (controller.times[request] for request in (messages.WeightsStage, messages.WeightsCommit))
+        seconds = {"prepare": staging - begun, "stage": committing - staging, "commit": published.pause_ms / 1e3}
+        figures |= {f"{name}_{part}": (round(took, 4), "s") for part, took in {**seconds, "whole": published.seconds}.items()}
         figures[f"{name}_sent"] = (published.traffic.nbytes, "bytes")
         figures["digests_equal"] = (version, "versions")  # or `Controller.tell` has raised
-        write_outcome(result, figures)
+        write_outcome(Path(sys.argv[1]), figures)
     publisher.close()
-    dist.destroy_process_group()
     if 4 * figures["delta_sent"][0] > figures["full_sent"][0]:
         sys.exit(f"a delta of one element in {UPDATES[-1][1]}: got {figures['delta_sent'][0]} bytes, expected under a quarter of all")
-
-
-@dataclass(eq=False)
-class Trained:
-    """What a sender sees of a trainer of one rank (`asyncmoe.weights.sender.trained`), with weights of random bits."""
-
-    hf: dict[str, Any]
-    device: torch.device
-    parallel: MegatronParallel = field(default_factory=MegatronParallel)
-    dtype: torch.dtype = torch.bfloat16
-    adapter: None = None
-
-    def __post_init__(self) -> None:
-        self.mesh = SimpleNamespace(rank=0, world=1, device=self.device, backend="nccl" if self.device.type == "cuda" else "gloo")
-        self._tensors = empty(Payload(self.hf).weights_of_trainer(self.parallel, 0, "bfloat16").storages, self.device)
-        for tensor in self._tensors.values():
-            tensor.view(torch.int16).random_(-(1 << 15), 1 << 15)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._tensors
-
-    def adapter_values(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def change(self, each: int, number: int) -> None:
-        """Flip a bit of one in so many elements, at random distances from each other."""
-        draws = torch.Generator(self.device).manual_seed(number)
-        for tensor in self._tensors.values():
-            bits = tensor.view(torch.int16).view(-1)
-            if each == 1:
-                bits ^= 1
-                continue
-            first = torch.arange(0, max(1, len(bits) - each + 1), each, device=self.device)
-            bits[first + torch.randint(min(each, len(bits)), first.shape, device=self.device, generator=draws)] ^= 1
 
 
 class Controller:
     """Answers a trainer as the controller of a run does, for the engine at the other end of a pipe.
 
     Attributes:
-        times: when staging began and when it was over, added to it.
+        times: when a request of each type was last made, in seconds of `time.perf_counter()`.
     """
 
     def __init__(self, engine: Connection) -> None:
-        self.times: list[float] = []
+        self.times: dict[type[messages.Request], float] = {}
         self._engine = engine
 
     def ask(self, request: messages.Request, timeout_s: float) -> tuple[messages.Reply, Sequence[bytes]]:
-        match request:
-            case messages.EnginesAsk():
-                return messages.Engines((messages.EngineInfo("engine.0", 1, 1, 1, 0, address.host_id()),), 2, 1), ()
-            case messages.WeightsJoin():
-                self.tell(JoinCommand(request.host, request.port, request.group, 1))
-            case messages.WeightsStage():
-                self.times.append(time.perf_counter())
-            case messages.WeightsCommit():
-                self.times.append(time.perf_counter())
-                return messages.Committed(request.version, (1e3 * self.tell(CommitCommand(request.version, request.update)),)), ()
-            case messages.WeightsAbort():
-                print(request.why, flush=True)
+        self.times[type(request)] = time.perf_counter()
+        if isinstance(request, messages.EnginesAsk):
+            return messages.Engines((messages.EngineInfo("engine.0", 1, 1, 1, 0, address.host_id()),), 2, 1), ()
+        if isinstance(request, messages.WeightsJoin):
+            self.tell(JoinCommand(request.host, request.port, request.group, 1))
+        if isinstance(request, messages.WeightsCommit):
+            return messages.Committed(request.version, (1e3 * self.tell(CommitCommand(request.version, request.update)),)), ()
         return messages.Done(), ()
 
     def tell(self, command: JoinCommand | CommitCommand) -> float:
         """Have the engine obey; return the seconds that it took."""
-        self._engine.send(msgspec.json.encode(command))
-        if not self._engine.poll(_TIMEOUT_S):
-            raise WeightSyncError(f"{command}: got no answer of the engine in {_TIMEOUT_S:g} s")
-        answer = self._engine.recv()
+        self._engine.send(msgspec.json.encode(command).decode())
+        answer = self._engine.recv() if self._engine.poll(_TIMEOUT_S) else f"no answer of the engine in {_TIMEOUT_S:g} s"
         if isinstance(answer, str):
             raise WeightSyncError(answer)
         return float(answer)
 
 
-def receive(hf: dict[str, Any], device: str, controller: Connection) -> None:
-    """The receiving process: obey commands until told None."""
-    model = torch.nn.Module()
-    for name, tensor in empty(engine_storages(hf), torch.device(device)).items():
-        *path, last = name.split(".")
-        inner = model
-        for part in path:
-            if not hasattr(inner, part):
-                inner.add_module(part, torch.nn.Module())
-            inner = getattr(inner, part)
-        inner.register_parameter(last, torch.nn.Parameter(tensor.zero_(), requires_grad=False))
-    places = {"tp_rank": 0, "moe_ep_rank": 0}
-    with patch.object(handshake, "places", lambda: places), patch.object(handshake, "obstacles", lambda _: []):
-        while (text := controller.recv()) is not None:
-            began = time.perf_counter()
-            worker.obey(model, text.decode())
-            took = time.perf_counter() - began
-            controller.send(took if (wrong := _wrong(model)) is None else wrong)
-
-
-def _wrong(model: torch.nn.Module) -> str | None:
-    """What is wrong with the parameters after a commit: their digests are read anew."""
-    receiver = worker._receivers[model]
-    decoder, store = receiver._decoder, receiver._store
-    if decoder is None or store is None or decoder.version is None:
-        return None  # no version is committed yet
-    try:
-        decoder.adopt(decoder.version, store.get(protocol.coming(receiver._number - 1, 1), _TIMEOUT_S).digests)
-    except TransferError as error:
-        return str(error)
-    return None
-
-
-def engine_storages(hf: dict[str, Any]) -> Mapping[str, Storage]:
+class Engine(torch.nn.Module):
     """The parameters of an engine of one rank, by SGLang's names."""
-    (layout,) = Payload(hf).engines(_ENGINE, "bfloat16", first=1)
-    return layout.storages
+
+    def __init__(self, hf: dict[str, Any], device: str) -> None:
+        super().__init__()
+        (layout,) = Payload(hf).engines(EngineParallel(), "bfloat16", first=1)
+        made = empty(layout.storages, torch.device(device))
+        self.held = {name: torch.nn.Parameter(tensor.zero_(), requires_grad=False) for name, tensor in made.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self.held.items())
+
+
+def receive(hf: dict[str, Any], device: str, controller: Connection) -> None:
+    """The receiving process: obey commands. After a commit the parameters are read anew, and their digest compared with the sender's."""
+    model, places = Engine(hf, device), {"tp_rank": 0, "moe_ep_rank": 0}
+    without_sglang = patch.multiple(handshake, places=lambda: places, obstacles=lambda _: [])
+    with without_sglang, suppress(EOFError):
+        while True:
+            text = controller.recv()
+            began = time.perf_counter()
+            worker.obey(model, text)
+            answer: float | str = time.perf_counter() - began
+            command, receiver = parse(text), cast("Any", worker._receivers[model])
+            if isinstance(command, CommitCommand):
+                try:
+                    receiver._decoder.adopt(command.version, receiver._store.get(protocol.coming(command.update, 1), _TIMEOUT_S).digests)
+                except TransferError as error:
+                    answer = str(error)
+            controller.send(answer)
 
 
 if __name__ == "__main__":

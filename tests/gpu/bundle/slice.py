@@ -59,6 +59,7 @@ def main() -> None:
         one = of_case(steps, place.device.type, Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
         one |= {"peak": (peak.nbytes, "bytes"), "peak_share": (peak.nbytes / steps.planned, "of the bytes that asyncmoe plan expects")}
         found |= {f"{case}_{name}": figure for name, figure in one.items()}
+        steps.free()
         del steps
         if case == "half":
             for name in ("launches", "step"):

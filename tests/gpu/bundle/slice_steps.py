@@ -76,6 +76,12 @@ class Steps:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, metrics
 
+    def free(self) -> None:
+        """Give back the memory of weights and gradients. Hooks of Megatron's data parallelism keep the model alive."""
+        for parameter in self._built.ddp[0].parameters():
+            parameter.main_grad.untyped_storage().resize_(0)
+            parameter.data = parameter.data.new_empty(0)
+
     def _packed(self, known: Mapping[int, Trajectory], replayed: bool) -> batch.MicroBatch:
         weights, routing = objective.token_weights([TOKENS - 1] * COUNT, "token_mean"), self._replay.routing if replayed else None
         return batch.pack(known, list(known), advantages=np.zeros(COUNT), weights=weights, grid=BatchGrid(), packed=True, routing=routing)

@@ -40,11 +40,14 @@ _SERVER = (
 )
 """The SGLang server."""
 
+_ENGINE = ("transformer-engine", "transformer-engine-cu13", "einops", "onnxscript", "onnx", "onnx-ir", "ml-dtypes", "protobuf")
+"""Transformer Engine and what it imports."""
+
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "two-processes": (*_BASE, "nvidia-nccl-cu13"),
     "updates": (*_BASE, *_TRAINER),
     "slice": (*_BASE, *_TRAINER),
-    "transformer-engine": (*_BASE, *_TRAINER, "transformer-engine", "transformer-engine-cu13", "einops"),
+    "transformer-engine": (*_BASE, *_TRAINER, *_ENGINE),
     "memory-saver": (*_BASE, *_TRAINER, *_SERVER, "torch-memory-saver"),
 }
 """Call (`parts.CALLS`) -> distributions; `pins` has their versions."""
@@ -69,6 +72,7 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
     ),
     "nvidia-nccl-cu13": (r"nvidia/nccl/(include|lib/libnccl_ep|lib/.*\.a$)",),
     "transformer-engine": (r"transformer_engine/(jax|common/CuTeDSL)/",),
+    "onnx": (r"onnx/backend/test/", r"onnx/.*\.(cc|h)$"),
     "transformer-engine-cu13": (r"transformer_engine/wheel_lib/(lib)?nccl_ep",),
     "torch-memory-saver": (r"torch_memory_saver_hook_mode_(torch|preload(_cu12|\.abi3))",),
     "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz|freetype)", r"PIL/_imagingft"),
@@ -82,7 +86,7 @@ IMPORTED_AS: Mapping[str, str] = {
 }  # fmt: skip
 """Import name -> distribution, where they differ."""
 
-_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev", "gpu", "resolved/engine-gpu-cp312")
+_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev", "gpu", "resolved/engine-gpu-cp312", "resolved/trainer-gpu-cp312")
 """Files of requirements/, the first that has a name decides: one folder serves trainer and engine, and SGLang pins the narrower."""
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.traces import covered
 from tests.gpu.bundle import manifest, run, slim
 from tests.gpu.bundle.parts import CALLS, LIMIT_S, Part
-from tests.gpu.bundle.slice import covered
 from tests.unit.source_imports import statements
 
 ROOT = Path(__file__).parents[2]

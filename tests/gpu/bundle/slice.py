@@ -10,19 +10,16 @@ layer's launches and time are half of what four layers have more than two.
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from asyncmoe.config.trainer import TrainerSection
-from tests.gpu.bundle.peak import Peak
+from benchmarks.peak import Peak
+from benchmarks.traces import traced
 from tests.gpu.bundle.summary import write_outcome
 
 PEAK = 989e12
@@ -49,7 +46,7 @@ def main() -> None:
     if spec == "local":
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
     os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")  # scales of float8 as engines serve them, and as a trainer sets it
-    from tests.gpu.bundle import slice_steps as model  # prepares Megatron for what is installed
+    from benchmarks import slice_steps as model  # prepares Megatron for what is installed
 
     place = model.mesh.start(TrainerSection())
     found: Figures = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
@@ -81,7 +78,7 @@ def of_case(steps: Any, device: str, trace: Path) -> Figures:
         sys.exit(
             f"replayed experts: got {other:.1%} of a layer's tokens that the router sends elsewhere, expected at most {OTHER[device]:.0%}"
         )
-    launches, busy = traced(lambda: steps.take(True), device, trace)
+    launches, busy = traced(lambda: steps.take(True), trace)
     return {
         "switches": (steps.switches, ""),
         "step": (step, "s"),
@@ -94,29 +91,6 @@ def of_case(steps: Any, device: str, trace: Path) -> Figures:
         "loss": (metrics.loss, "nats"),
         "grad_norm": (metrics.grad_norm, ""),
     }
-
-
-def traced(work: Callable[[], object], device: str, file: Path) -> tuple[int, float]:
-    """How many kernels and copies some work launches, and seconds during which at least one runs; on a CPU, of operations. Writes the
-    trace."""
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU]) as profile:
-        work()
-    profile.export_chrome_trace(str(file))
-    with gzip.open(file) as trace:
-        events = json.load(trace)["traceEvents"]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if device == "cuda" else ("cpu_op",)
-    spans = [(float(event["ts"]), float(event["dur"])) for event in events if event.get("cat") in kinds]
-    return len(spans), covered(spans) / 1e6
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length that spans (begin, length) cover together."""
-    whole, end = 0.0, 0.0
-    for begin, length in sorted(spans):
-        whole += max(0.0, begin + length - max(begin, end))
-        end = max(end, begin + length)
-    return whole
 
 
 if __name__ == "__main__":

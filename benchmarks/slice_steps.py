@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncmoe.config import parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models import family_of, make, trainer_parallel
 from asyncmoe.models.cost import operations
@@ -24,14 +25,13 @@ from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory, encode_routes
 from benchmarks.trajectories import demonstrations
-from tests.configs import minimal
 
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip  # after `gpt` has prepared it
 
 CARD = torch.cuda.is_available()
 COUNT, TOKENS = (8, 1024) if CARD else (4, 64)
 """Sequences of the only micro-batch, and tokens of each."""
-_PUBLISHED = Path(__file__).parents[3] / "examples/cluster/models/Qwen3-30B-A3B.json"
+_PUBLISHED = Path(__file__).parents[1] / "examples/cluster/models/Qwen3-30B-A3B.json"
 _BETWEEN_STEPS = ("weight sync", "delta base")
 """Parts of a trainer's planned memory that a step does not need."""
 
@@ -53,7 +53,8 @@ class Steps:
     """
 
     def __init__(self, place: mesh.Mesh, layers: int, trainer: Mapping[str, Any]) -> None:
-        hf, config = settings(layers), minimal(trainer={"tokens_per_microbatch": COUNT * TOKENS, **trainer})
+        run: dict[str, Any] = {"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}}
+        hf, config = settings(layers), parse({**run, "trainer": {"tokens_per_microbatch": COUNT * TOKENS, **trainer}})
         torch.manual_seed(0)
         model_parallel_cuda_manual_seed(0)
         self._built = gpt.build(hf, config, place)

@@ -34,10 +34,8 @@ CASES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 """Layers of a case, and its keys of `trainer`."""
 OF = {"local": ("none", "half", "selective", "full"), "te": ("none", "half", "fp8")}
-OTHER = {"cpu": 0.01, "cuda": 0.1}
-"""Allowed share of a layer's tokens with other experts than at first: in bfloat16, two passes on an H200 differed for 2.5 %."""
 CLOSE = 1e-2
-"""Largest difference of a case's loss from the first's, of the same weights and tokens."""
+"""Of the loss: recomputation and float8 change it by no more."""
 Figures = dict[str, tuple[Any, str]]
 
 
@@ -51,41 +49,36 @@ def main() -> None:
     place = model.mesh.start(TrainerSection())
     found: Figures = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
     for case in OF[spec]:
+        layers, trainer = CASES[case]
         peak = Peak()
-        steps = model.Steps(place, *CASES[case])
-        one = of_case(steps, place.device.type, Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
+        steps = model.Steps(place, layers, trainer)
+        one = of_case(steps, Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
         one |= {"peak": (peak.nbytes, "bytes"), "peak_share": (peak.nbytes / steps.planned, "of the bytes that asyncmoe plan expects")}
-        found |= {f"{case}_{name}": figure for name, figure in one.items()}
         steps.free()
-        del steps
-        if case == "half":
+        found |= {f"{case}_{name}": figure for name, figure in one.items()}
+        if layers < LAYERS:
             for name in ("launches", "step"):
-                whole, unit = found[f"none_{name}"]
-                found[f"layer_{name}"] = ((whole - one[name][0]) / (LAYERS - CASES["half"][0]), unit)
+                found[f"layer_{name}"] = ((found[f"none_{name}"][0] - one[name][0]) / (LAYERS - layers), one[name][1])
         write_outcome(result, found)
-        if CASES[case][0] == LAYERS and not abs(one["loss"][0] / found["none_loss"][0] - 1) <= CLOSE:
-            sys.exit(
-                f"{case}: got a loss of {one['loss'][0]:.4f}, expected {found['none_loss'][0]:.4f} as without recomputation, to {CLOSE:.0e}"
-            )
+        loss, wanted = one["loss"][0], found["none_loss"][0]
+        if layers == LAYERS and not abs(loss / wanted - 1) <= CLOSE:
+            sys.exit(f"{case}: got a loss of {loss:.4f}, expected that of the same weights and tokens, {wanted:.4f}, to {CLOSE:.0e}")
     model.mesh.stop()
 
 
-def of_case(steps: Any, device: str, trace: Path) -> Figures:
+def of_case(steps: Any, trace: Path) -> Figures:
     """Steps with and without replay in turn, then one with the profiler."""
     turns = [(steps.take(False), steps.take(True)) for _ in range(WARM + ROUNDS)][WARM:]
     step, metrics = median(seconds for _, (seconds, _) in turns), turns[-1][1][1]
-    if (other := max(metrics.routing_mismatch.values())) > OTHER[device]:
-        sys.exit(
-            f"replayed experts: got {other:.1%} of a layer's tokens that the router sends elsewhere, expected at most {OTHER[device]:.0%}"
-        )
     launches, busy = traced(lambda: steps.take(True), trace)
     return {
         "switches": (steps.switches, ""),
         "step": (step, "s"),
         "replay_share": (median(kept / plain for (plain, _), (kept, _) in turns) - 1, "of a step without replay"),
+        "other_experts": (max(metrics.routing_mismatch.values()), "of a layer's tokens, which the router sends elsewhere than at first"),
         "rate": (int(metrics.rows / step), "tokens/s"),
-        "mfu": (steps.operations / step / PEAK if device == "cuda" else None, f"of {PEAK:.3g} FLOP/s"),
-        "launches": (launches, "kernels and copies" if device == "cuda" else "operations"),
+        "mfu": (steps.operations / step / PEAK, f"of {PEAK:.3g} FLOP/s"),
+        "launches": (launches, "kernels and copies; without a card, operations"),
         "busy": (busy, "s"),
         "idle": (1 - busy / step, "of a step"),
         "loss": (metrics.loss, "nats"),

@@ -131,6 +131,7 @@ def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mappin
         return Outcome("skipped", "no time was left", limit_seconds=part.limit_s)
     result, log, tests = work / f"{part.name}.json", logs / f"{part.name}.log", part.module == "pytest"
     command = [sys.executable, "-m", part.module, *part.arguments, *([] if tests else [str(result)])]
+    result.unlink(missing_ok=True)  # of an earlier call
     begin = time.monotonic()
     given = {**environment, "ASYNCMOE_BUNDLE_SECONDS": f"{left_s:.0f}", "ASYNCMOE_BUNDLE_LOGS": str(logs)}
     with log.open("wb") as output:

@@ -7,7 +7,7 @@
 
 "calls" has the seconds that each call took when it last ran. A status is ok, failed or skipped; the reason of the latter two is a line.
 Documentation cites a figure by its place, e.g.
-`parts.bench.figures.pack_share.value`.
+`parts.update.figures.full_stage.value`.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ def main() -> None:
         write_outcome(result, figures)
         sender, receiver = _pair(setting, setting, kill=setting == "0")
         figures[f"rate_cumem_{setting}"] = (receiver.get("rate"), "GB/s")
-        if receiver.get("wrong") != 0 or "error" in receiver:
+        if "error" in receiver or receiver.get("wrong", MESSAGES):
             sys.exit(f"{SETTING}={setting} twice: got {receiver}, expected {MESSAGES} messages as sent; the sender: {sender}")
     figures |= {"killed_error": (sender.get("error"), ""), "killed_seconds": (sender.get("seconds"), "s until the other rank ended")}
     write_outcome(result, figures)
-    if sender.get("seconds", 1e9) > 2 * TIMEOUT_S:
+    if sender.get("seconds", 2 * _PAIR_S) > 2 * TIMEOUT_S:
         sys.exit(f"the peer of a killed process: got {sender}, expected an error within {2 * TIMEOUT_S:g} s")
 
 
@@ -83,10 +83,12 @@ def _pair(*settings: str, kill: bool = False) -> list[Told]:
         until = time.monotonic() + _PAIR_S
         while any(process.poll() is None for process in started) and time.monotonic() < until:
             time.sleep(0.05)
+        ended = [{} if process.poll() is not None else {"error": f"still running after {_PAIR_S:g} s"} for process in started]
         for process in started:
             process.kill()
             process.wait()
-        return [json.loads(file.read_text()) if file.exists() else {"error": "it said nothing; see the log"} for file in files]
+        told = [json.loads(file.read_text()) if file.exists() else {"error": "it said nothing; see the log"} for file in files]
+        return [one | late for one, late in zip(told, ended, strict=True)]
 
 
 def play(rank: int, file: str, unique_id: str, kill: bool) -> None:

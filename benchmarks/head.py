@@ -22,6 +22,7 @@ from asyncmoe.plan.activations import Microbatch
 from asyncmoe.trainer.model.logprobs import target_logprobs
 from benchmarks.live_tensors import LiveTensors
 from benchmarks.memory import Growth, give_back
+from benchmarks.peak import Peak
 from benchmarks.provenance import here
 
 ROWS, HIDDEN, VOCABULARY = 2048, 512, 32_768
@@ -148,6 +149,28 @@ def foreseen(rows: int, entropy: bool, sizes: Sizes = Sizes()) -> int:
     hf = {**make.settings(MadeModel(hidden=sizes.hidden)), "vocab_size": sizes.vocabulary}
     microbatch = Microbatch(rows, recompute=False, dtype=sizes.dtype, cpu=sizes.device == "cpu")
     return activations.head(family_of(hf).shape_of(hf), MegatronParallel(), microbatch, entropy=entropy)
+
+
+def once(sizes: Sizes, warm: int = 2, rounds: int = 5) -> dict[str, float]:
+    """Make passes over all rows with the trainer's head, on whatever device.
+
+    Returns:
+        s: seconds, median. rate: FLOP/s in the matrix products. peak, foreseen: bytes besides the weight, its gradient and the hidden rows,
+        measured and by `asyncmoe plan`. differ: the log-probabilities' largest difference from `full`, in nats.
+    """
+    case, seconds = case_of(100, True, sizes), []
+    for number in range(warm + rounds):
+        if number == warm:
+            peak = Peak()
+        began = time.perf_counter()
+        counted(case)
+        if sizes.device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    found, step = {"peak": peak.nbytes, "foreseen": foreseen(sizes.rows, True, sizes)}, median(seconds[warm:])
+    # The logits, once more for the backward pass, and the two gradients.
+    rate = 4 * 2 * sizes.rows * sizes.hidden * sizes.vocabulary / step
+    return {**found, "s": step, "rate": rate, "differ": float((counted(case) - full(case)).abs().max())}
 
 
 def _products(rounds: int) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory, encode_routes
+from benchmarks.traces import traced
 from benchmarks.trajectories import demonstrations
 
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip  # after `gpt` has prepared it
@@ -31,6 +33,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # iso
 CARD = torch.cuda.is_available()
 COUNT, TOKENS = (8, 1024) if CARD else (4, 64)
 """Sequences of the only micro-batch, and tokens of each."""
+PEAK = 989e12
+"""Floating-point operations per second of an H100 or H200 in dense bfloat16 (NVIDIA's datasheets give twice that, with sparsity)."""
+_WARM, _ROUNDS = 2, 5
 _PUBLISHED = Path(__file__).parents[1] / "examples/cluster/models/Qwen3-30B-A3B.json"
 _BETWEEN_STEPS = ("weight sync", "delta base")
 """Parts of a trainer's planned memory that a step does not need."""
@@ -47,9 +52,7 @@ class Steps:
     The learning rate is 0, so that a token's experts are the same whether they are replayed or chosen again.
 
     Attributes:
-        switches: Megatron's switches, in words.
         planned: bytes that `asyncmoe plan` expects a step to take.
-        operations: floating-point operations of a step, without recomputation: three times a forward pass's (`models.cost`).
     """
 
     def __init__(self, place: mesh.Mesh, layers: int, trainer: Mapping[str, Any]) -> None:
@@ -64,10 +67,10 @@ class Steps:
         known = dict(enumerate(demonstrations(COUNT, TOKENS, hf["vocab_size"])))
         self._batches = {False: self._packed(known, False)}
         self._batches[True] = self._packed(self._recorded(known), True)
-        self.switches = self._built.switches.text
         parts = memory.trainer(hf, trainer_parallel(config), budget.training(config, hf, cpu=not CARD))[0].parts
         self.planned = sum(nbytes for name, nbytes in parts.items() if name not in _BETWEEN_STEPS)
-        self.operations = 3 * operations(family_of(hf).shape_of(hf), [TOKENS] * COUNT)
+        # A backward pass takes twice the operations of a forward pass; recomputation is not counted.
+        self._operations = 3 * operations(family_of(hf).shape_of(hf), [TOKENS] * COUNT)
 
     def take(self, replayed: bool) -> tuple[float, StepMetrics]:
         """Take a step; return its seconds too."""
@@ -76,6 +79,33 @@ class Steps:
         if CARD:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, metrics
+
+    def measured(self, trace: Path) -> dict[str, tuple[Any, str]]:
+        """Take steps with and without replay in turn, then one with the profiler, which writes its trace (`traces.traced`).
+
+        Returns:
+            name -> (value, unit). step: with replay. mfu: operations / (step * `PEAK`). busy: time during which a kernel or copy runs,
+            with the profiler; idle: 1 - busy / step.
+        """
+        turns = [(self.take(False), self.take(True)) for _ in range(_WARM + _ROUNDS)][_WARM:]
+        step, metrics = median(seconds for _, (seconds, _) in turns), turns[-1][1][1]
+        launches, busy = traced(lambda: self.take(True), trace)
+        return {
+            "switches": (self._built.switches.text, ""),
+            "step": (step, "s"),
+            "replay_share": (median(kept / plain for (plain, _), (kept, _) in turns) - 1, "of a step without replay"),
+            "other_experts": (
+                max(metrics.routing_mismatch.values()),
+                "of a layer's tokens, which the router sends elsewhere than at first",
+            ),
+            "rate": (int(metrics.rows / step), "tokens/s"),
+            "mfu": (self._operations / step / PEAK, f"of {PEAK:.3g} FLOP/s"),
+            "launches": (launches, "kernels and copies; without a card, operations"),
+            "busy": (busy, "s"),
+            "idle": (1 - busy / step, "of a step"),
+            "loss": (metrics.loss, "nats"),
+            "grad_norm": (metrics.grad_norm, ""),
+        }
 
     def free(self) -> None:
         """Give back the memory of weights and gradients. Hooks of Megatron's data parallelism keep the model alive."""

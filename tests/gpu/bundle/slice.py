@@ -3,9 +3,7 @@
 Four layers of full width with embedding and output layer, 8,192 packed tokens a step; "local": Megatron's layers on torch's kernels, "te":
 Transformer Engine's. Without a card the slice is tiny, which tries everything but the figures.
 
-Figures of a case that need a word: `mfu` is operations / (seconds * `PEAK`), with the operations of `Steps`; `busy` is the time during
-which at least one kernel or copy runs, from a trace of one step, and `idle` 1 - busy / step, where the step ran without the profiler. A
-layer's launches and time are half of what four layers have more than two.
+A case's figures are those of `slice_steps.Steps.measured`. A layer's launches and time are half of what four layers have more than two.
 """
 
 from __future__ import annotations
@@ -14,17 +12,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from asyncmoe.config.trainer import TrainerSection
 from benchmarks.peak import Peak
-from benchmarks.traces import traced
 from tests.gpu.bundle.summary import write_outcome
 
-PEAK = 989e12
-"""Floating-point operations per second of an H100 or H200 in dense bfloat16 (NVIDIA's datasheets give twice that, with sparsity)."""
-LAYERS, WARM, ROUNDS = 4, 2, 5
+LAYERS = 4
 CASES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "none": (LAYERS, {}),
     "half": (LAYERS // 2, {}),
@@ -36,7 +30,6 @@ CASES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 OF = {"local": ("none", "half", "selective", "full"), "te": ("none", "half", "fp8")}
 CLOSE = 1e-2
 """Of the loss: recomputation and float8 change it by no more."""
-Figures = dict[str, tuple[Any, str]]
 
 
 def main() -> None:
@@ -47,14 +40,15 @@ def main() -> None:
     from benchmarks import slice_steps as model  # prepares Megatron for what is installed
 
     place = model.mesh.start(TrainerSection())
-    found: Figures = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
+    found: dict[str, tuple[Any, str]] = {"tokens": (model.COUNT * model.TOKENS, "tokens")}
     for case in OF[spec]:
         layers, trainer = CASES[case]
         peak = Peak()
         steps = model.Steps(place, layers, trainer)
-        one = of_case(steps, Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
+        one = steps.measured(Path(os.environ.get("ASYNCMOE_BUNDLE_LOGS", result.parent), f"slice-{spec}-{case}.json.gz"))
         one |= {"peak": (peak.nbytes, "bytes"), "peak_share": (peak.nbytes / steps.planned, "of the bytes that asyncmoe plan expects")}
         steps.free()
+        del steps  # and with it the optimizer's state
         found |= {f"{case}_{name}": figure for name, figure in one.items()}
         if layers < LAYERS:
             for name in ("launches", "step"):
@@ -64,26 +58,6 @@ def main() -> None:
         if layers == LAYERS and not abs(loss / wanted - 1) <= CLOSE:
             sys.exit(f"{case}: got a loss of {loss:.4f}, expected that of the same weights and tokens, {wanted:.4f}, to {CLOSE:.0e}")
     model.mesh.stop()
-
-
-def of_case(steps: Any, trace: Path) -> Figures:
-    """Steps with and without replay in turn, then one with the profiler."""
-    turns = [(steps.take(False), steps.take(True)) for _ in range(WARM + ROUNDS)][WARM:]
-    step, metrics = median(seconds for _, (seconds, _) in turns), turns[-1][1][1]
-    launches, busy = traced(lambda: steps.take(True), trace)
-    return {
-        "switches": (steps.switches, ""),
-        "step": (step, "s"),
-        "replay_share": (median(kept / plain for (plain, _), (kept, _) in turns) - 1, "of a step without replay"),
-        "other_experts": (max(metrics.routing_mismatch.values()), "of a layer's tokens, which the router sends elsewhere than at first"),
-        "rate": (int(metrics.rows / step), "tokens/s"),
-        "mfu": (steps.operations / step / PEAK, f"of {PEAK:.3g} FLOP/s"),
-        "launches": (launches, "kernels and copies; without a card, operations"),
-        "busy": (busy, "s"),
-        "idle": (1 - busy / step, "of a step"),
-        "loss": (metrics.loss, "nats"),
-        "grad_norm": (metrics.grad_norm, ""),
-    }
 
 
 if __name__ == "__main__":

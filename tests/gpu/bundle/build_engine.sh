@@ -16,13 +16,13 @@ version() { sed -n "s/^$1==//p" "$requirements/gpu.txt"; }
 pinned() { for name in "$@"; do echo "$name==$(version "$name")"; done; }
 # Headers: torch brings those of CUDA's libraries, these the compiler's.
 pip install -q "torch==${TORCH:-2.11.0}" setuptools wheel ninja pybind11 packaging numpy
-pip install -q --no-deps $(pinned nvidia-cuda-crt nvidia-cuda-cccl transformer-engine transformer-engine-cu13)
+pip install -q --no-deps -r <(pinned nvidia-cuda-crt nvidia-cuda-cccl transformer-engine transformer-engine-cu13)
 # No expert parallelism over NCCL, which takes a newer NCCL than torch's.
 export NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0
 unset CUDA_HOME
 source=$out/transformer_engine_torch-$(version transformer-engine-torch)
 if [ ! -d "$source" ]; then
-  pip download -q --no-deps --no-binary=:all: --no-build-isolation --dest "$out" $(pinned transformer-engine-torch)
+  pip download -q --no-deps --no-binary=:all: --no-build-isolation --dest "$out" -r <(pinned transformer-engine-torch)
   tar -xzf "$source.tar.gz" -C "$out"
 fi
 cd "$source"

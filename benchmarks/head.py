@@ -22,6 +22,7 @@ from asyncmoe.plan.activations import Microbatch
 from asyncmoe.trainer.model.logprobs import target_logprobs
 from benchmarks.live_tensors import LiveTensors
 from benchmarks.memory import Growth, give_back
+from benchmarks.peak import Peak
 from benchmarks.provenance import here
 
 ROWS, HIDDEN, VOCABULARY = 2048, 512, 32_768
@@ -31,7 +32,20 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
-class _Case:
+class Sizes:
+    """Of the hidden rows and the vocabulary, and where they are."""
+
+    rows: int = ROWS
+    hidden: int = HIDDEN
+    vocabulary: int = VOCABULARY
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a pass works on; the weight has a `main_grad`."""
+
     hidden: torch.Tensor
     weight: Any
     targets: torch.Tensor
@@ -62,9 +76,9 @@ def run(rounds: int = 7, threads: int = 1) -> dict[str, Any]:
 
 
 def _compared(rounds: int, entropy: bool) -> dict[str, dict[str, float]]:
-    cases = {f"rows_{percent}": _case(percent, entropy) for percent in COUNTED}
-    passes: dict[str, Callable[[], torch.Tensor]] = {"full": partial(_full, cases["rows_100"])}
-    passes |= {name: partial(_counted, case) for name, case in cases.items()}
+    cases = {f"rows_{percent}": case_of(percent, entropy) for percent in COUNTED}
+    passes: dict[str, Callable[[], torch.Tensor]] = {"full": partial(full, cases["rows_100"])}
+    passes |= {name: partial(counted, case) for name, case in cases.items()}
     found = {name: _memory(pass_) for name, pass_ in passes.items()}
     wall: dict[str, list[float]] = {name: [] for name in passes}
     cpu: dict[str, list[float]] = {name: [] for name in passes}
@@ -76,29 +90,31 @@ def _compared(rounds: int, entropy: bool) -> dict[str, dict[str, float]]:
             cpu[name].append(time.process_time() - began_cpu)
     for name, one in found.items():
         one |= {"s": median(wall[name]), "cpu_s": median(cpu[name])}
-    wanted = _full(cases["rows_100"])
+    wanted = full(cases["rows_100"])
     for name, case in cases.items():
         found[name] |= {
             "ratio": median(a / b for a, b in zip(wall[name], wall["full"], strict=True)),
             "cpu_ratio": median(a / b for a, b in zip(cpu[name], cpu["full"], strict=True)),
-            "foreseen_MB": _foreseen(len(case.counted), entropy) / _MB,
-            "logprobs_differ": float((_counted(case) - wanted[case.counted]).abs().max()),
+            "foreseen_MB": foreseen(len(case.counted), entropy) / _MB,
+            "logprobs_differ": float((counted(case) - wanted[case.counted]).abs().max()),
         }
     return found
 
 
-def _case(percent: int, entropy: bool) -> _Case:
+def case_of(percent: int, entropy: bool, sizes: Sizes = Sizes()) -> Case:
     """Return hidden rows like a norm's output, whose logits spread about as much as a model's."""
-    made = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, HIDDEN, generator=made).requires_grad_()
-    weight: Any = torch.nn.Parameter(torch.randn(VOCABULARY, HIDDEN, generator=made) * (3 / HIDDEN**0.5))
-    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN)
-    counted = torch.randperm(ROWS, generator=made)[: -(-ROWS * percent // 100)].sort().values
-    return _Case(hidden, weight, torch.randint(0, VOCABULARY, (ROWS,), generator=made), counted, entropy)
+    made, device = torch.Generator(sizes.device).manual_seed(0), sizes.device
+    placed: Any = {"generator": made, "device": device, "dtype": getattr(torch, sizes.dtype)}
+    hidden = torch.randn(sizes.rows, sizes.hidden, **placed).requires_grad_()
+    weight: Any = torch.nn.Parameter(torch.randn(sizes.vocabulary, sizes.hidden, **placed) * (3 / sizes.hidden**0.5))
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+    rows = torch.randperm(sizes.rows, generator=made, device=device)[: -(-sizes.rows * percent // 100)].sort().values
+    return Case(hidden, weight, torch.randint(0, sizes.vocabulary, (sizes.rows,), generator=made, device=device), rows, entropy)
 
 
-def _full(case: _Case) -> torch.Tensor:
-    logprobs = torch.log_softmax(case.hidden @ case.weight.t(), dim=1)
+def full(case: Case) -> torch.Tensor:
+    """Make a pass over the logits of all rows; return the targets' log-probabilities."""
+    logprobs = torch.log_softmax((case.hidden @ case.weight.t()).float(), dim=1)
     if case.entropy:
         with torch.no_grad():
             -(logprobs.exp() * logprobs).sum(dim=1)
@@ -110,7 +126,8 @@ def _full(case: _Case) -> torch.Tensor:
     return chosen.detach()
 
 
-def _counted(case: _Case) -> torch.Tensor:
+def counted(case: Case) -> torch.Tensor:
+    """As `full`, with the trainer's head over the counted rows."""
     rows = case.hidden.index_select(0, case.counted)
     found = target_logprobs(rows, case.weight, case.targets[case.counted], 1.0, None, entropy=case.entropy)
     found.sampled.sum().backward()  # type: ignore[no-untyped-call]
@@ -127,10 +144,33 @@ def _memory(pass_: Callable[[], torch.Tensor]) -> dict[str, float]:
     return {"live_MB": seen.peak / _MB, "peak_MB": grown.peak_bytes() / _MB}
 
 
-def _foreseen(rows: int, entropy: bool) -> int:
-    hf = {**make.settings(MadeModel(hidden=HIDDEN)), "vocab_size": VOCABULARY}
-    microbatch = Microbatch(rows, recompute=False, dtype="float32", cpu=True)
+def foreseen(rows: int, entropy: bool, sizes: Sizes = Sizes()) -> int:
+    """Return the bytes that `asyncmoe plan` expects a pass over the counted rows to take."""
+    hf = {**make.settings(MadeModel(hidden=sizes.hidden)), "vocab_size": sizes.vocabulary}
+    microbatch = Microbatch(rows, recompute=False, dtype=sizes.dtype, cpu=sizes.device == "cpu")
     return activations.head(family_of(hf).shape_of(hf), MegatronParallel(), microbatch, entropy=entropy)
+
+
+def once(sizes: Sizes, warm: int = 2, rounds: int = 5) -> dict[str, float]:
+    """Make passes over all rows with the trainer's head, on whatever device.
+
+    Returns:
+        s: seconds, median. rate: FLOP/s in the matrix products. peak, foreseen: bytes besides the weight, its gradient and the hidden rows,
+        measured and by `asyncmoe plan`. differ: the log-probabilities' largest difference from `full`, in nats.
+    """
+    case, seconds = case_of(100, True, sizes), []
+    for number in range(warm + rounds):
+        if number == warm:
+            peak = Peak()
+        began = time.perf_counter()
+        counted(case)
+        if sizes.device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    found, step = {"peak": peak.nbytes, "foreseen": foreseen(sizes.rows, True, sizes)}, median(seconds[warm:])
+    # The logits, once more for the backward pass, and the two gradients.
+    rate = 4 * 2 * sizes.rows * sizes.hidden * sizes.vocabulary / step
+    return {**found, "s": step, "rate": rate, "differ": float((counted(case) - full(case)).abs().max())}
 
 
 def _products(rounds: int) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
-from asyncmoe.models.cost import attention_width
+from asyncmoe.models.cost import attention_width, operations
 from asyncmoe.trainer.data.batch import MicroBatch, pack
 from asyncmoe.trainer.data.schedule import BatchGrid, best_fit_decreasing, cost, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -96,6 +96,9 @@ def test_the_width_of_a_real_model() -> None:
     assert attention_width(shape) == pytest.approx(active / (48 * 32 * 128), rel=0.01)
     latent = family_of(REAL["DeepSeek-V3"]).shape_of(REAL["DeepSeek-V3"])
     assert attention_width(latent) == pytest.approx(2 * (37.5e9 - 129280 * 7168) / (61 * 128 * (192 + 128)), rel=0.02)
+    width, token = attention_width(shape), 2 * active
+    assert operations(shape, [width, width]) == pytest.approx(2 * width * 2 * token, rel=0.01)
+    assert operations(shape, [1] * 100) == pytest.approx(100 * token, rel=0.01)
 
 
 def test_updates_take_whole_groups_in_order() -> None:

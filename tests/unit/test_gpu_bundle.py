@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.traces import covered
 from tests.gpu.bundle import manifest, run, slim
 from tests.gpu.bundle.parts import CALLS, LIMIT_S, Part
 from tests.unit.source_imports import statements
@@ -188,3 +189,11 @@ def test_code_for_other_cards_becomes_zeros_and_nothing_moves() -> None:
 def test_a_library_that_would_have_no_code_left_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         slim.slimmed(content, 90)
+
+
+# ---------------------------------------------------------------- traces
+
+
+def test_time_with_a_kernel_counts_once_however_many_run() -> None:
+    assert covered([(10, 5), (0, 2), (12, 1), (14, 3)]) == 2 + 7
+    assert covered([]) == 0

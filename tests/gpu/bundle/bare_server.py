@@ -26,6 +26,8 @@ ON_CARD = (
     *("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "4", "16"),
 )
 """After the defaults that a CPU needs."""
+if "--enable-memory-saver" in sys.argv:
+    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # captured graphs can be released too
 overlap.install()
 without_kernels.prepare(triton=CARD)
 

@@ -40,19 +40,25 @@ _SERVER = (
 )
 """The SGLang server."""
 
+_ENGINE = ("transformer-engine", "transformer-engine-cu13", "einops", "onnxscript", "onnx", "onnx-ir", "ml-dtypes", "protobuf")
+"""Transformer Engine and what it imports."""
+
 CARRIED: Mapping[str, tuple[str, ...]] = {
     "two-processes": (*_BASE, "nvidia-nccl-cu13"),
     "updates": (*_BASE, *_TRAINER),
     "slice": (*_BASE, *_TRAINER),
-    "transformer-engine": (*_BASE, *_TRAINER),
-    "memory-saver": (*_BASE, *_TRAINER, *_SERVER),
+    "transformer-engine": (*_BASE, *_TRAINER, *_ENGINE),
+    "memory-saver": (*_BASE, *_TRAINER, *_SERVER, "torch-memory-saver"),
 }
 """Call (`parts.CALLS`) -> distributions; `pins` has their versions."""
 
-BUILT: Mapping[str, tuple[str, ...]] = {}
+BUILT: Mapping[str, tuple[str, ...]] = {"transformer-engine": ("transformer-engine-torch",)}
 """Call -> distributions that no registry has a wheel of; the folder of `make.py --built` has."""
 
-SLIMMED: Mapping[str, str] = {"nvidia-nccl-cu13": r"nvidia/nccl/lib/libnccl\.so\.2$"}
+SLIMMED: Mapping[str, str] = {
+    "nvidia-nccl-cu13": r"nvidia/nccl/lib/libnccl\.so\.2$",
+    "transformer-engine-cu13": r"/libtransformer_engine\.so$",
+}
 """Distribution -> regular expression of the libraries in its wheel from which code for other cards is taken (`slim.py`)."""
 
 WITHOUT: Mapping[str, tuple[str, ...]] = {
@@ -65,6 +71,10 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
         r"transformers/(exporters|pipelines)/",
     ),
     "nvidia-nccl-cu13": (r"nvidia/nccl/(include|lib/libnccl_ep|lib/.*\.a$)",),
+    "transformer-engine": (r"transformer_engine/(jax|common/CuTeDSL)/",),
+    "onnx": (r"onnx/backend/test/", r"onnx/.*\.(cc|h)$"),
+    "transformer-engine-cu13": (r"transformer_engine/wheel_lib/(lib)?nccl_ep",),
+    "torch-memory-saver": (r"torch_memory_saver_hook_mode_(torch|preload(_cu12|\.abi3))",),
     "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz|freetype)", r"PIL/_imagingft"),
 }  # fmt: skip
 """Distribution -> regular expressions of files in its wheel that nothing here imports, left out for their size."""
@@ -76,7 +86,7 @@ IMPORTED_AS: Mapping[str, str] = {
 }  # fmt: skip
 """Import name -> distribution, where they differ."""
 
-_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev", "gpu", "resolved/engine-gpu-cp312")
+_REQUIREMENTS = ("engine-cpu", "engine-cpu-nodeps", "train", "dev", "gpu", "resolved/engine-gpu-cp312", "resolved/trainer-gpu-cp312")
 """Files of requirements/, the first that has a name decides: one folder serves trainer and engine, and SGLang pins the narrower."""
 
 

@@ -60,15 +60,20 @@ CALLS: Mapping[str, tuple[Part, ...]] = {
     ),
     "slice": (
         *_BEGIN_ON_HOST,
+        Part("slice", 53, f"{_HERE}.slice", ("local",), gpu=False),
+        Part("head", 12, f"{_HERE}.head", gpu=False),
         Part("megatron-local", 50, f"{_HERE}.megatron_step", ("local",), gpu=False, asked=True),
     ),
     "transformer-engine": (
         *_BEGIN_ON_HOST,
-        Part("megatron-te", 20, f"{_HERE}.megatron_step", ("te",), gpu=False),
+        Part("engine-loads", 10, f"{_HERE}.engine_loads"),
         _tests("kernels", 20, "tests/gpu/test_kernels.py"),
+        Part("slice-te", 30, f"{_HERE}.slice", ("te",), needs=("build", "engine-loads")),
+        Part("megatron-te", 20, f"{_HERE}.megatron_step", ("te",), needs=("build", "engine-loads")),
     ),
     "memory-saver": (
         *_BEGIN,
+        Part("saver", 58, f"{_HERE}.saver", gpu=False),
         Part("tiny-run", 85, f"{_HERE}.tiny_run", gpu=False, asked=True),
         Part("checksums", 35, f"{_HERE}.checksums", asked=True),
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.platform.kernels import Kernels
+from asyncmoe.rpc.adapters import Adapters
 
 IN_USE = 0.05
 """Share of a GPU's memory that an idle driver may take."""
@@ -88,31 +89,6 @@ class Nvidia:
                 break
             found.append(gpu)
         return tuple(found)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """InfiniBand and RoCE adapters of a machine.
-
-    Attributes:
-        ports: state by port, e.g. {"mlx5_0:1": "ACTIVE"}.
-        listed: the adapters that libibverbs finds; only these exist for NCCL.
-        trouble: why libibverbs cannot be opened.
-    """
-
-    ports: Mapping[str, str] = field(default_factory=dict)
-    listed: tuple[str, ...] = ()
-    trouble: str | None = None
-
-    @property
-    def up(self) -> tuple[str, ...]:
-        """The active ports."""
-        return tuple(port for port, state in self.ports.items() if state == "ACTIVE")
-
-    @property
-    def usable(self) -> tuple[str, ...]:
-        """The ports that NCCL can use."""
-        return tuple(port for port in self.up if port.rpartition(":")[0] in self.listed)
 
 
 @dataclass(frozen=True)

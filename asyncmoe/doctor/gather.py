@@ -10,10 +10,11 @@ from pathlib import Path
 import asyncmoe
 from asyncmoe import build
 from asyncmoe.config import Config
-from asyncmoe.doctor import infiniband, nvidia, pythons
+from asyncmoe.doctor import nvidia, pythons
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
+from asyncmoe.rpc import adapters
 
 
 def gather(config: Config | None, with_model: bool = True) -> Machine:
@@ -35,5 +36,5 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
             trainer=trainer.result(),
             engine=engine.result() if engine is not None else None,
             nvidia=gpus.result(),
-            adapters=infiniband.look(),
+            adapters=adapters.look(),
         )

@@ -101,6 +101,7 @@ class Card(msgspec.Struct, frozen=True):
         wanted: bytes that receiving allocates besides staging memory.
         copy: bytes of staging memory for a whole version; 0 on trainer ranks.
         nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
+        network: how NCCL connects this host to others (`rpc.adapters.network`); otherwise empty.
         unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
     """
 
@@ -114,6 +115,7 @@ class Card(msgspec.Struct, frozen=True):
     library: str = ""
     unreachable: tuple[str, ...] = ()
     copy: int = 0
+    network: str = ""
 
 
 class RankReport(msgspec.Struct, frozen=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncmoe.doctor.facts import Adapters, Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
+from asyncmoe.doctor.facts import Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
 from asyncmoe.platform.kernels import Kernels
+from asyncmoe.rpc.adapters import Adapters
 
 SOURCES = ("5e" * 32, "ca" * 32)
 REQUIREMENTS = {

@@ -13,6 +13,7 @@ import torch
 from asyncmoe.errors import UserError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.reshard.nccl import Origin
+from asyncmoe.rpc import adapters
 from asyncmoe.weights.protocol import Card, EngineRanks, Ready, Terms
 from asyncmoe.weights.receiver import cards, handshake
 from asyncmoe.weights.receiver.cards import card_of, in_place, unfit
@@ -36,6 +37,13 @@ def test_equal_devices_and_cpus_are_taken() -> None:
 def test_two_versions_of_nccl_are_named_with_who_has_them_and_where() -> None:
     (found,) = unfit(changed((3, 4), host="host-b", nccl="2.29.7", library="/venv-engine/libnccl.so.2"), TERMS)
     for words in ("2.30.7 (", "on host-a, /venv/libnccl.so.2)", "2.29.7 (engine.0 rank ", "on host-b, /venv-engine/libnccl.so.2)"):
+        assert words in found
+
+
+def test_a_host_that_nccl_would_reach_over_another_network_is_named() -> None:
+    cards = changed((3, 4), host="host-b", network="TCP") | {0: msgspec.structs.replace(H100, network="InfiniBand")}
+    (found,) = unfit(cards, TERMS)
+    for words in ("InfiniBand (trainer rank 0 on host-a)", "TCP (engine.0 rank 1 on host-b)"):
         assert words in found
 
 
@@ -77,7 +85,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_a_rank_says_what_its_card_and_its_library_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "origin", lambda: Origin(23007, "/x/libnccl.so.2"))
-    mine = Card(socket.gethostname(), "cuda:3", "GPU-3", 12 << 30, 80 << 30, 5, "2.30.7", "/x/libnccl.so.2", ("GPU-0",))
+    monkeypatch.setattr(adapters, "here", lambda: "TCP")
+    mine = Card(socket.gethostname(), "cuda:3", "GPU-3", 12 << 30, 80 << 30, 5, "2.30.7", "/x/libnccl.so.2", ("GPU-0",), network="TCP")
     assert card_of(torch.device("cuda:3"), TERMS, 5) == mine
 
     def missing() -> Origin:
@@ -86,7 +95,7 @@ def test_a_rank_says_what_its_card_and_its_library_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(cards, "origin", missing)
     with pytest.raises(UserError, match="NCCL"):
         card_of(torch.device("cuda:3"), TERMS, 5)
-    assert card_of(torch.device("cuda:3"), IPC, 5) == msgspec.structs.replace(mine, nccl="", library="")
+    assert card_of(torch.device("cuda:3"), IPC, 5) == msgspec.structs.replace(mine, nccl="", library="", network="")
 
 
 @pytest.mark.usefixtures("gpus")

@@ -10,10 +10,12 @@ import torch
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.reshard.nccl import origin
+from asyncmoe.rpc import adapters
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Card, Terms
 
 _SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or set sync.transport=ipc on one machine"
+_SAME_NETWORK = "see what `asyncmoe doctor` says of InfiniBand on the host with TCP, or export NCCL_IB_DISABLE=1 on all hosts"
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
 
 
@@ -45,6 +47,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
         library=found.path if found else "",
         unreachable=tuple(sorted(unreachable)),
         copy=copy,
+        network=adapters.here() if found else "",
     )
 
 
@@ -71,13 +74,21 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     """
     names = protocol.names(terms)
     short = [_shortage(names[rank], card) for rank, card in sorted(cards.items()) if card.wanted > card.free]
-    return _versions(cards, names) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
+    apart = _unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else []
+    return [*_versions(cards, names), *_networks(cards, names), *short, *apart]
 
 
 def _versions(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
     """Return one line if ranks have different versions of NCCL, which refuse each other; it names one rank of each version."""
     found = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in sorted(cards.items()) if card.nccl}
     return [f"NCCL: got {' and '.join(found.values())}, expected one version; {_SAME_NCCL}"] if len(found) > 1 else []
+
+
+def _networks(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
+    """Return one line if NCCL would connect some hosts over InfiniBand and others over TCP, which it refuses (2.30:
+    src/transport/net_ib/connect.cc, net_socket.cc); it names one rank of each."""
+    found = {card.network: f"{card.network} ({names[rank]} on {card.host})" for rank, card in sorted(cards.items()) if card.network}
+    return [f"NCCL's network: got {' and '.join(found.values())}, expected one; {_SAME_NETWORK}"] if len(found) > 1 else []
 
 
 def _shortage(whom: str, card: Card) -> str:

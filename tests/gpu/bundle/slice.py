@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config.trainer import TrainerSection
+from asyncmoe.trainer.model import environment
 from benchmarks.peak import Peak
 from tests.gpu.bundle.summary import write_outcome
 
@@ -36,7 +37,7 @@ def main() -> None:
     spec, result = sys.argv[1], Path(sys.argv[2])
     if spec == "local":
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
-    os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")  # scales of float8 as engines serve them, and as a trainer sets it
+    os.environ.setdefault(environment.SCALES, "1")
     from benchmarks import slice_steps as model  # prepares Megatron for what is installed
 
     place = model.mesh.start(TrainerSection())

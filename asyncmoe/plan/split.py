@@ -25,6 +25,7 @@ from math import ceil
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, checks, shape_of
+from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -121,7 +122,8 @@ class Split:
 
     def conversations(self, context: int) -> int:
         """Return how many conversations of `context` tokens fit into all engines at once."""
-        return self.engines * (self.engine.serving.tokens // context)
+        groups = self.engine.parallel.attn_dp
+        return self.engines * groups * (self.engine.serving.tokens // groups // context)
 
 
 def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple[Split, ...]:
@@ -278,9 +280,10 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
 
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
-    """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
+    """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them; latent attention may be data-parallel."""
     for tp in checks.divisors(gpus):
-        sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
-        with suppress(ConfigError):
-            checks.check_engine("", m, sizes)
-            yield sizes
+        for attn_dp in checks.divisors(tp) if isinstance(m.attention, Latent) else (1,):
+            sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1, attn_dp)
+            with suppress(ConfigError):
+                checks.check_engine("", m, sizes, dp_attention=True)
+                yield sizes

@@ -115,7 +115,7 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
     Raises: as `of_run`.
     """
     section = config.engines
-    tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)
+    tokens = _tokens(config) or max(min(conversations, section.max_running), section.dp_attention) * _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
     serves = replace(serving(config, hf, staged=staged), tokens=tokens)
     engine = memory.engine(hf, engine_parallel(config), serves)

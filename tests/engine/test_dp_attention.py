@@ -10,10 +10,15 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines import backend
+from asyncmoe.engines.engine import EngineProcess
+from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.types import Sampling
 from tests import families
+from tests.configs import minimal
 from tests.engine.conftest import PROMPT, family, running, settings
 from tests.engine.oracle import Oracle, largest_difference, with_others
 from tests.engine.test_direct import Stage, wrong
@@ -68,6 +73,40 @@ def test_ranks_hold_and_compute_what_they_are_sent(grouped: Stage) -> None:
     server, controller = family(grouped.rig.engine)[0], family(grouped.rig.engine, "data_parallel_controller")[0]
     ports = [c.laddr.port for one in (server, controller) for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert ports == [int(grouped.rig.engine.url.rpartition(":")[2])], "requests reach groups through files"
+
+
+def test_ranks_of_two_nodes_are_reached_through_encrypted_ports(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """Each node has one rank, which attends to requests of its own; node 0 takes them all."""
+    first, place = Oracle(families.write(tmp_path / "first", "deepseek")), MeetingPlace("127.0.0.2")
+    sizes = {"tp": 2, "dp_attention": 2, "nodes": 2, "max_total_tokens": 8192, "dtype": "float32", "start_timeout_s": 600}
+    config, key = minimal(tmp_path / "run", first.path, engines=sizes, cluster={"network": "hostname"}), zmq.curve_keypair()[1].decode()
+
+    def start() -> list[EngineProcess]:
+        nodes = [NodePlace(node, place.url, key) for node in range(2)]
+        return [backend.start("engine.0", config, 0, host="127.0.0.2", key="k", place=node) for node in nodes]
+
+    try:
+        with running(config, runner, start=start) as rig:
+            check_groups(Stage(rig, [first], tmp_path, ()), first)
+            processes = [one for node in rig.engines for one in family(node) if "scheduler" not in " ".join(one.cmdline())]
+            ports = {c.laddr.port for one in processes for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+            ports -= {int(rig.engine.url.rpartition(":")[2])}
+            assert len(ports) >= 4
+            assert not any(accepts(port, None) for port in ports)
+            assert any(accepts(port, key) for port in ports)
+    finally:
+        place.close()
+
+
+def accepts(port: int, key: str | None) -> bool:
+    """Whether a port takes a connection that sends."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        agreed = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if key is not None:
+            public = zmq.curve_public(key.encode())
+            socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = key.encode(), public, public
+        socket.connect(f"tcp://127.0.0.2:{port}")
+        return bool(agreed.poll(1000))
 
 
 @pytest.fixture(scope="module")

@@ -122,9 +122,9 @@ def test_every_token_of_every_group_has_the_version_that_sampled_it(
     load: Load, reference: Any, thorough: bool, interruption: Interruption, aborts: bool
 ) -> None:
     cuts, answered, load.records = load.cuts, load.answered, []
-    load.rig.run(load.updates(60 if thorough else 6, interruption, aborts))
+    load.rig.run(load.updates(60 if thorough else 10, interruption, aborts))
     assert load.answered - answered >= CLIENTS
     if interruption == "in_place" and not aborts:
-        assert load.cuts - cuts >= 6
+        assert load.cuts > cuts
         check_records(load, reference)
     assert alive(load)

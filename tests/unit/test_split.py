@@ -96,6 +96,10 @@ def test_groups_hold_more_conversations(model: str, gpu_gb: float, whole: int, g
     assert groups * (best.serving.tokens // groups // 8192) == grouped
     held = best.memory.parts["KV cache"]
     assert held == best.serving.tokens // groups * 61 * 576 * 2
+    longer = best.serving.tokens // groups + 1  # than one group's cache
+    other = split._engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
+    assert other is not None
+    assert other.serving.tokens // other.parallel.attn_dp >= longer
     assert memory.kv_room(hf, EngineParallel(16, 16), replace(best.serving, running=256), gpu_gb) // 8192 == whole
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
+
+_IDLE_MS = 20
 
 
 def _padded(module: ModuleType) -> None:
@@ -17,7 +20,25 @@ def _scattered(module: ModuleType) -> None:
     owner.reduce_scatterv = owner._deterministic_reduce_scatterv
 
 
+def _awake(module: ModuleType) -> None:
+    """Wake idle groups often (--sleep-on-idle): a group meets the others before every step, but only its own requests wake it within a
+    second."""
+    owner = vars(module)["IdleSleeper"]
+    sleep = owner.maybe_sleep
+
+    def maybe_sleep(self: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().attn_dp_enabled:
+            self.poller.poll(_IDLE_MS)
+        else:
+            sleep(self)
+
+    owner.maybe_sleep = maybe_sleep
+
+
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": _padded,
     "sglang.srt.distributed.parallel_state": _scattered,
+    "sglang.srt.managers.scheduler_components.idle_sleeper": _awake,
 }

@@ -30,7 +30,7 @@ def engine_checksums(
     source = payload.whole(dtype)
     cast = {name: tensor.to(getattr(torch, source.storages[name].dtype)) for name, tensor in tensors.items()}
     found = []
-    for layout in payload.engines(EngineParallel(engines.tp, engines.ep), dtype):
+    for layout in payload.engines(EngineParallel(engines.tp, engines.ep, engines.dp_attention), dtype):
         held = {name: torch.empty(storage.shape, dtype=getattr(torch, storage.dtype)) for name, storage in layout.storages.items()}
         exchange(plan(payload.tensors(), [source], [layout.at(0)]), LocalTransport(), cast, held)
         for name in [name for name in held if name + SCALES in held]:

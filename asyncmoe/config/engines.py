@@ -23,6 +23,10 @@ class EngineSection(Section):
     """Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit."""
     ep: Positive = 1
     """Expert-parallel ranks of an engine; must divide tp."""
+    dp_attention: Positive = 1
+    """Data-parallel size of attention; must divide tp. Each of these groups of tp / dp_attention ranks holds all attention weights, and has
+    requests and a KV cache of its own; experts are computed by all ranks together. Raise it for latent attention (DeepSeek-V3, Kimi-K2),
+    for which every rank of a group caches the same: `asyncmoe plan` suggests a number."""
     nodes: Positive = 1
     """Machines over which the ranks of one engine are spread evenly; must divide tp. If above 1, `asyncmoe engine` runs on each of these
     machines, with the same --name and a different --node."""
@@ -41,8 +45,8 @@ class EngineSection(Section):
     max_running: Positive = 16
     """Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."""
     max_total_tokens: Positive | None = None
-    """Size of a server's KV cache, in tokens; null: as many as fit, as estimated by `asyncmoe plan` if engines stage weights or share GPUs
-    with the trainer, otherwise by SGLang."""
+    """Tokens of a server's KV cache, over all groups of dp_attention; null: as many as fit, as estimated by `asyncmoe
+    plan` if engines stage weights or share GPUs with the trainer, otherwise by SGLang."""
     start_timeout_s: Seconds = 180.0
     """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
     hang_timeout_s: Seconds = Field(60.0, ge=12.0)
@@ -62,8 +66,9 @@ class EngineSection(Section):
     def _check_args(self) -> EngineSection:
         if why := sglang_arguments.refusal(self.args):
             raise ValueError(why)
-        if self.tp % self.nodes:
-            raise refused("engines.nodes", self.nodes, f"a divisor of engines.tp = {self.tp}")
+        for key, size in {"ep": self.ep, "dp_attention": self.dp_attention, "nodes": self.nodes}.items():
+            if self.tp % size:
+                raise refused(f"engines.{key}", size, f"a divisor of engines.tp = {self.tp}", "change either key")
         if self.nodes > 1 and self.share_gpus:
             raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set only one of the two")
         return self

@@ -103,15 +103,23 @@ class Config(Section):
         if self.trainer.ranks % self.cluster.trainer_nodes:
             expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every trainer node runs equally many ranks"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
-        if self.engines.tp % self.engines.ep:
-            raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
-        if self.engines.nodes > 1 and self.train == "lora":
-            expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
-            raise refused("engines.nodes", self.engines.nodes, expected)
         if self.sync.method != "reshard" and self.train == "lora":
             raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
             raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change either key")
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Config:
+        nodes, groups = self.engines.nodes, self.engines.dp_attention
+        if nodes > 1 and self.train == "lora":
+            expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
+            raise refused("engines.nodes", nodes, expected)
+        if groups > 1 and self.train == "lora":
+            raise refused("engines.dp_attention", groups, "1 because train is lora; leave it out, or set train to full")
+        if groups > 1 and nodes > 1 and self.cluster.network == "loopback":
+            expected = f"1 because engines.nodes is {nodes} on one machine (cluster.network: loopback)"
+            raise refused("engines.dp_attention", groups, expected, "lower either key, or name the network")
         return self
 
     @model_validator(mode="after")

@@ -65,6 +65,7 @@ class Engine(Protocol):
         routed: int = 0,
         adapter: str | None = None,
         listener: Listener | None = None,
+        dp_rank: int | None = None,
     ) -> Generation:
         """Sample one response to a prompt of token ids.
 
@@ -75,6 +76,7 @@ class Engine(Protocol):
             adapter: name of the adapter to sample with; None: the model without an adapter.
             listener: receives every token once and in order, before this call returns. Once it ends the response, it gets no more, and the
                 engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
+            dp_rank: the group of ranks that samples it (`engines.dp_attention`), from 0; None: any.
 
         Raises:
             EngineLost: the connection failed.

@@ -62,7 +62,7 @@ async def serve_node(
                 if stop.is_set():
                     await seat.end("it was stopped")
                 return
-            place = NodePlace(node, met.meeting)
+            place = NodePlace(node, met.meeting, rendezvous.derived_key(met.meeting))
             try:
                 engine = backend.start(name, config, index, host=host, key=key, seed=seed, memory=memory, place=place)
             except AsyncmoeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,6 +22,7 @@ class Member:
     Attributes:
         version, lineage: the version the engine serves, and its lineage.
         in_flight: number of requests sent but not answered.
+        by_dp_rank: the same for each of its groups of ranks (`engines.dp_attention`).
         elsewhere: number of requests in flight from rollout workers.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
@@ -36,6 +38,7 @@ class Member:
     version: int = 0
     lineage: int = 0
     in_flight: int = 0
+    by_dp_rank: Counter[int] = field(default_factory=Counter)
     elsewhere: int = 0
     fenced: str | None = None
     waiting: bool = False
@@ -55,15 +58,17 @@ class Member:
         """Note that the engine serves a version."""
         self.version, self.lineage, self.waiting = version, lineage, False
 
-    def entered(self) -> None:
-        """Note that a request was sent to the engine."""
+    def entered(self, dp_rank: int = 0) -> None:
+        """Note that a request was sent to a group of the engine's ranks."""
         self.in_flight += 1
+        self.by_dp_rank[dp_rank] += 1
         if self.in_flight == 1:
             self.generates()
 
-    def left(self, record: RecordBusy) -> None:
+    def left(self, record: RecordBusy, dp_rank: int = 0) -> None:
         """Note that a request was answered or has failed; after the last one the engine is idle."""
         self.in_flight -= 1
+        self.by_dp_rank[dp_rank] -= 1
         if self.in_flight == 0:
             self.idle(record)
 

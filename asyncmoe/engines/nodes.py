@@ -23,10 +23,12 @@ class NodePlace:
         node: its number, from 0.
         meeting: where all ranks meet, as torch writes it: "tcp://10.1.0.3:29500", or "file:///..." for nodes on one machine. Empty: the
             engine has no other node.
+        key: secret key, as Z85 text, of the sockets between the servers of several machines.
     """
 
     node: int = 0
     meeting: str = ""
+    key: str = ""
 
 
 ALONE = NodePlace()

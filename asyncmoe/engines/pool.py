@@ -82,6 +82,7 @@ class Pool:
         record: called for every interval in which an engine was generating.
         order: as `rollout.order`.
         adapter: name of the adapter that all requests are sampled with.
+        dp_ranks: groups of an engine's ranks, each with a cache of its own (`engines.dp_attention`).
     """
 
     def __init__(
@@ -93,15 +94,17 @@ class Pool:
         *,
         order: Order = "fifo",
         adapter: str | None = None,
+        dp_ranks: int = 1,
     ) -> None:
-        self._adapter = adapter
+        self._adapter, self._dp_ranks = adapter, dp_ranks
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
         self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
         self.returns: Callable[[float], bool] = lambda _: False
         self.elsewhere: Gates | None = None
         self._none_since: float | None = None
         self.members = [Member(engine) for engine in engines]
-        self._lengths, self._homes = Lengths(), Recent[str](KEPT_CONVERSATIONS)  # the engine that last answered each conversation
+        self._lengths = Lengths()
+        self._homes = Recent[tuple[str, int]](KEPT_CONVERSATIONS)  # the engine and its DP rank that last answered each conversation
         self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
     @property
@@ -282,17 +285,20 @@ class Pool:
     async def _ask(
         self, member: Member, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> PooledGeneration:
-        member.entered()
+        home, last = self._homes.get(request.conversation, ("", None))
+        loads = {rank: member.by_dp_rank[rank] for rank in range(self._dp_ranks)}
+        rank = choose(loads, last if home == member.engine.name else None)
+        member.entered(rank)
         try:
             async with self._asking(member):
-                salt, client = member.version, member.engine.client
-                generation = await client.generate(tokens, sampling, member.salt, self._timeout_s, routed, self._adapter, listener)
+                salt, client, where = member.version, member.engine.client, rank if self._dp_ranks > 1 else None
+                generation = await client.generate(tokens, sampling, member.salt, self._timeout_s, routed, self._adapter, listener, where)
         finally:
-            member.left(self._record)
+            member.left(self._record, rank)
         member.heard, member.suspect = time.monotonic(), False
         self.generated_tokens += len(generation.tokens)
         if request.conversation:
-            self._homes[request.conversation] = member.engine.name
+            self._homes[request.conversation] = member.engine.name, rank
         if generation.finish != ABORTED and not (request.partial and generation.finish == "length"):  # else the response goes on
             self._lengths.note(request.prompt, request.sampled + len(generation.tokens))
         return PooledGeneration(generation, salt)
@@ -319,7 +325,7 @@ class Pool:
         serving = [member for member in self.serving if not member.suspect] or self.serving
         members = {member.engine.name: member for member in serving}
         loads = {name: member.in_flight for name, member in members.items()}
-        return members[choose(loads, self._homes.get(request.conversation, ""))]
+        return members[choose(loads, self._homes.get(request.conversation, ("", 0))[0])]
 
     def _any(self) -> None:
         """Raise EngineError if no engine is left and none will come back."""

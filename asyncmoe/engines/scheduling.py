@@ -23,6 +23,7 @@ from typing import TypeVar
 from asyncmoe.config.rollout import Order
 
 T = TypeVar("T")
+Place = TypeVar("Place", str, int)
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times: a request goes out of order only after several responses' time."""
 _CONTINUES, _PROBE, _NEW = range(3)
@@ -54,16 +55,17 @@ class ScheduledRequest:
 UNKNOWN = ScheduledRequest()
 
 
-def choose(loads: Mapping[str, int], last: str = "") -> str:
+def choose(loads: Mapping[Place, int], last: Place | None = None) -> Place:
     """Return the engine for a request: the one that last answered its conversation, unless its requests exceed those of the least loaded
-    engine by over a quarter and by more than 2; else the least loaded engine.
+    engine by over a quarter and by more than 2; else the least loaded engine. Its group of ranks (`engines.dp_attention`) is chosen by the
+    same rule.
 
     Args:
-        loads: requests in flight by engine; not empty.
-        last: engine that last answered the conversation; ignored if it is "" or the engine is gone.
+        loads: requests in flight by engine, or by group; not empty.
+        last: engine or group that last answered the conversation; ignored if it is None or gone.
     """
     least = min(loads, key=loads.__getitem__)
-    return last if last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
+    return last if last is not None and last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
 
 
 class Recent(OrderedDict[str, T]):

@@ -105,7 +105,7 @@ async def _ask(config: Config, loaded: RolloutParts, memory: Sequence[Sequence[s
         for index, bounds in enumerate(memory):
             engines.append(backend.start(f"engine.{index}", config, index, memory=bounds))
         await together([engine.wait_ready() for engine in engines])
-        pool = Pool(engines, config.max_concurrent, config.rollout.request_timeout_s, lambda *_: None)
+        pool = Pool(engines, config.max_concurrent, config.rollout.request_timeout_s, lambda *_: None, dp_ranks=config.engines.dp_attention)
         alive = Liveness(pool, config.engines.hang_timeout_s, lambda _: False)
         watching += map(asyncio.create_task, (pool.watch(), alive.run()))
         evaluator = Evaluator(config, worker_of(config, loaded, pool, NOTHING, 1), loaded.sets, found.append)

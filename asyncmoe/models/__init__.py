@@ -172,7 +172,7 @@ def trainer_parallel(config: Config) -> MegatronParallel:
 
 def engine_parallel(config: Config) -> EngineParallel:
     """Return the parallel sizes of an engine."""
-    return EngineParallel(config.engines.tp, config.engines.ep)
+    return EngineParallel(config.engines.tp, config.engines.ep, config.engines.dp_attention)
 
 
 def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:

@@ -74,7 +74,7 @@ class Grouped:
         put_columns(builder, shapes, "self_attention.linear_proj.weight", "o", tp, tp_rank)
 
     def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
-        shapes, (tp, rank) = self.shapes(m), (parallel.tp, builder.rank)
+        shapes, (tp, rank) = self.shapes(m), parallel.attn_place(builder.rank)
         builder.stack("self_attn.qkv_proj.weight", _stacked(m, shapes, "", tp, rank))
         if self.bias:
             builder.stack("self_attn.qkv_proj.bias", _stacked(m, shapes, "_bias", tp, rank))

@@ -89,17 +89,22 @@ def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
     check_divides("trainer.etp", parallel.etp, "moe_intermediate_size", m.expert_width)
 
 
-def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
+def check_engine(family: str, m: Shape, parallel: EngineParallel, dp_attention: bool = False) -> None:
     """Refuse sizes of an engine that do not divide the model.
+
+    Args:
+        dp_attention: as `EngineClass.dp_attention`.
 
     Raises:
         ConfigError: names the first unsuitable size and the possible ones.
     """
-    check_divides("engines.tp", parallel.tp, "num_attention_heads", m.heads)
-    if parallel.tp % m.kv_heads and m.kv_heads % parallel.tp:
-        raise ConfigError(
-            "engines.tp", got=parallel.tp, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}"
-        )
+    if parallel.attn_dp > 1 and (m.tied or not dp_attention):
+        why = "tie_word_embeddings is true" if dp_attention else f"SGLang's class for {family} lacks data-parallel attention"
+        raise ConfigError("engines.dp_attention", got=parallel.attn_dp, expected=f"1, as {why}", hint="leave it out")
+    key, ranks = "engines.tp" if parallel.attn_dp == 1 else "engines.tp / engines.dp_attention", parallel.attn_tp
+    check_divides(key, ranks, "num_attention_heads", m.heads)
+    if ranks % m.kv_heads and m.kv_heads % ranks:
+        raise ConfigError(key, got=ranks, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}")
     check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
     _check_layers("engines", family, m, parallel.tp, parallel.ep)
     check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)

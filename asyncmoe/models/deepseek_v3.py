@@ -46,7 +46,7 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=sigmoid.arguments,
-    engine=EngineClass(shares_tied_head=True, glued=("kv_a",), arguments=_TOLD),
+    engine=EngineClass(shares_tied_head=True, glued=("kv_a",), arguments=_TOLD, dp_attention=True),
     keys={
         **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 128, "max_position_embeddings": 4096,
         "q_lora_rank": 1536, "rope_interleave": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,

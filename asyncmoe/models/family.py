@@ -55,7 +55,7 @@ class Family:
             raise together(found)
         m = self.shape_of(self.completed(hf))
         checks.check_trainer(self.name, m, trainer)
-        checks.check_engine(self.name, m, engine)
+        checks.check_engine(self.name, m, engine, self.engine.dp_attention)
 
     def faults(self, hf: HfConfig) -> list[UserError]:
         """Return the faults of a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""

@@ -40,7 +40,7 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=sigmoid.arguments,
-    engine=EngineClass(shares_tied_head=False),
+    engine=EngineClass(shares_tied_head=False, dp_attention=True),
     keys={
         **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 8, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,

@@ -83,7 +83,7 @@ class Latent:
     def put_sglang(self, builder: LayoutBuilder, m: Shape, parallel: EngineParallel) -> None:
         """Add parameters only: SGLang derives `w_kc` and `w_vc` from kv_b_proj again after an update (`weight_buffers.py` of the
         receiver)."""
-        shapes, place = self.shapes(m), (parallel.tp, builder.rank)
+        shapes, place = self.shapes(m), parallel.attn_place(builder.rank)
         if self.q_rank is None:
             put_rows(builder, shapes, "self_attn.q_proj.weight", "q", *place)
             put_whole(builder, shapes, "self_attn.kv_a_proj_with_mqa.weight", "kv_a")

@@ -105,10 +105,13 @@ class EngineParallel:
     Attributes:
         tp: ranks over which everything but the experts is sharded.
         ep: experts are sharded over `ep` groups of ranks, and each expert's width over the tp / ep ranks of a group.
+        attn_dp: attention and the embedding are replicated over `attn_dp` groups of ranks, each with requests and a KV cache of its own,
+            and sharded over the tp / attn_dp ranks of a group.
     """
 
     tp: int = 1
     ep: int = 1
+    attn_dp: int = 1
 
     @property
     def world(self) -> int:
@@ -117,6 +120,17 @@ class EngineParallel:
     @property
     def moe_tp(self) -> int:
         return self.tp // self.ep
+
+    @property
+    def attn_tp(self) -> int:
+        return self.tp // self.attn_dp
+
+    def attn_place(self, rank: int) -> tuple[int, int]:
+        """Return the ranks over which attention is sharded, and a rank's number among them."""
+        return self.attn_tp, rank % self.attn_tp
+
+    def attn_dp_rank(self, rank: int) -> int:
+        return rank // self.attn_tp
 
     def ep_rank(self, rank: int) -> int:
         return rank // self.moe_tp

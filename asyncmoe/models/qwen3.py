@@ -15,6 +15,6 @@ FAMILY = Family(
     shape_of=lambda hf: decoder(hf, Grouped()),
     features=lambda hf: [],
     router=lambda hf: {},
-    engine=EngineClass(shares_tied_head=True),
+    engine=EngineClass(shares_tied_head=True, dp_attention=True),
     keys={**KEYS, "num_key_value_heads": 32, "head_dim": 128},
 )

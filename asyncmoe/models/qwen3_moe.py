@@ -49,6 +49,6 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=_router,
-    engine=EngineClass(shares_tied_head=False),
+    engine=EngineClass(shares_tied_head=False, dp_attention=True),
     keys={**KEYS, "num_key_value_heads": 4, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None},
 )

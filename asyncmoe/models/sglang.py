@@ -27,12 +27,15 @@ class EngineClass:
         experts: name of the part of a layer that has experts.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
         arguments: server arguments for keys of config.json that the class requires but transformers' class neither reads nor writes.
+        dp_attention: whether the class has data-parallel attention (`EngineParallel.attn_dp`); none has it for a tied model, whose output
+            layer is sharded over all ranks, unlike the embedding.
     """
 
     shares_tied_head: bool
     experts: str = "mlp"
     glued: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    dp_attention: bool = False
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
@@ -44,7 +47,7 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
     """
     top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     builder = LayoutBuilder(rank, dtype)
-    put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, parallel.tp, rank)
+    put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, *parallel.attn_place(rank))
     layer = cache(partial(_layer, m, engine, parallel, rank, dtype))
     for dense, run in m.runs(range(m.layers)):
         builder.repeat(layer(dense), [(f"layers.{i}.", f"model.layers.{i}.") for i in run])

@@ -116,7 +116,7 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
     Raises: as `of_run`.
     """
     section = config.engines
-    tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)
+    tokens = _tokens(config) or max(min(conversations, section.max_running), section.dp_attention) * _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
     serves = replace(serving(config, hf, staged=staged), tokens=tokens)
     engine = memory.engine(hf, engine_parallel(config), serves)
@@ -163,12 +163,13 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     if not staged and not section.share_gpus:
         return ()
     without = memory.engine(hf, parallel, replace(serves, tokens=0))
-    tokens = given or (room - without.total) // memory.kv_bytes(hf, parallel, serves.dtype)
+    tokens = given or (room - without.total) // memory.kv_bytes(hf, parallel, serves.dtype) * parallel.attn_dp
     if section.share_gpus and not given:
         tokens = min(tokens, serves.tokens)
     besides = sum(nbytes for name, nbytes in without.parts.items() if name not in _STATIC)
     fraction = (_FRACTION, f"{int(1000 * (room - besides) / room) / 1000:g}")
-    return (*(() if given else (_TOKENS, str(tokens))), *(() if sglang_arguments.value(section.args, _FRACTION) else fraction))
+    bound = () if given else (_TOKENS, str(tokens // parallel.attn_dp))
+    return (*bound, *(() if sglang_arguments.value(section.args, _FRACTION) else fraction))
 
 
 def is_bounded(config: Config) -> bool:
@@ -180,7 +181,7 @@ def is_bounded(config: Config) -> bool:
 def _tokens(config: Config) -> int | None:
     """Return the configured tokens of the KV cache, if any."""
     given = sglang_arguments.number(config.engines.args, _TOKENS)
-    return config.engines.max_total_tokens if given is None else given
+    return config.engines.max_total_tokens if given is None else given * config.engines.dp_attention
 
 
 def hf_of(config: Config, model: Path | None = None) -> Hf:

@@ -114,7 +114,7 @@ class EngineMemory:
     """The settings of a run, other than the model and the parallel sizes, that determine an engine GPU's memory.
 
     Attributes:
-        tokens: tokens of the KV cache.
+        tokens: tokens of the engine's KV cache, divided among its groups.
         staged: a whole version waits beside the weights until its commit; else it is written in place, while the engine is paused.
         prefill: tokens of a prefill chunk (--chunked-prefill-size).
         running: concurrent requests.
@@ -302,29 +302,30 @@ def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory
     """
     weights = _nbytes(Payload(hf).weights_of_engine(parallel, 0, serving.dtype))
     slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[0])
+    tokens = -(-serving.tokens // parallel.attn_dp)  # of a group's cache
     parts = {
         "weights": weights,
         "adapters": SLOTS * slot,
         "derived": _derived(hf, parallel, serving.dtype),
         "staging": (weights if serving.adapter is None else slot) if serving.staged else 0,
-        "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype),
+        "KV cache": tokens * kv_bytes(hf, parallel, serving.dtype),
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,
     }
     m = shape_of(hf)
-    # Every rank pins int32[tokens + a page, layers, top-k] (SGLang 0.5.23: `BaseHostCache` of state_capturer/base.py).
-    host = {ROUTES: 4 * serving.tokens * m.layers * m.experts_per_token} if serving.routes else {}
+    # Every rank pins int32[its cache's tokens + a page, layers, top-k] (SGLang 0.5.23: `BaseHostCache` of state_capturer/base.py).
+    host = {ROUTES: 4 * tokens * m.layers * m.experts_per_token} if serving.routes else {}
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes}, host)
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
-    """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention,
-    every rank holds the compressed vector and the key part shared by all heads."""
+    """Return the KV cache bytes per token on a rank of its group; ranks beyond the number of key heads hold copies. With latent attention,
+    every rank of the group holds the compressed vector and the key part shared by all heads."""
     m = shape_of(hf)
     if isinstance(m.attention, Latent):
         entries = m.attention.kv_rank + m.attention.rope
     else:
-        entries = 2 * max(1, m.kv_heads // parallel.tp) * m.head_dim
+        entries = 2 * max(1, m.kv_heads // parallel.attn_tp) * m.head_dim
     return m.layers * entries * ITEM_BYTES[dtype]
 
 
@@ -333,25 +334,27 @@ def _derived(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
     m = shape_of(hf)
     if not isinstance(m.attention, Latent):
         return 0
-    up = prod(m.attention.shapes(m)["kv_b"]) // parallel.tp
+    up = prod(m.attention.shapes(m)["kv_b"]) // parallel.attn_tp
     return m.layers * up * ITEM_BYTES[dtype]
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
-    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit, or if the sizes split float8
-    blocks."""
+    """Return the tokens of an engine's KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit, or if the sizes
+    split float8 blocks."""
     try:
         left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
     except LayoutError:
         return 0
-    return max(0, left) // kv_bytes(hf, parallel, serving.dtype)
+    return max(0, left) // kv_bytes(hf, parallel, serving.dtype) * parallel.attn_dp
 
 
 def _working(parallel: EngineParallel, serving: EngineMemory) -> int:
-    """Return SGLang 0.5.23's own estimate of prefill activations and decode graphs (arg_groups/memory_hook.py)."""
+    """Return SGLang 0.5.23's own estimate of prefill activations and decode graphs, which hold a group's requests, padded with groups
+    (arg_groups/memory_hook.py)."""
     if not serving.gpu:
         return 0
-    return int((512 + 1.5 * max(serving.prefill, 2048) + parallel.world / 8 * 1024 + 2 * serving.running) * _MB)
+    graphs = 2 * serving.running // parallel.attn_dp + 3 * serving.running * (parallel.attn_dp > 1)
+    return int((512 + 1.5 * max(serving.prefill, 2048) + parallel.world / 8 * 1024 + graphs) * _MB)
 
 
 def _sizes(layout: RankLayout) -> Iterator[tuple[str, int, str]]:

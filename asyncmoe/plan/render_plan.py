@@ -116,7 +116,7 @@ def _column(split: Split, update: Forecast, cluster: Cluster, hf: Hf, nic: float
         "optimizer's state in host memory": f"{trainer.offload:.0%}",
         "host memory of a trainer's node": size(cluster.gpus * trainer.memory.host[OFFLOAD]),
         "host memory of an engine's node, for routes": size(cluster.gpus * engine.memory.host.get(ROUTES, 0)),
-        "engines": f"{split.engines} x tp {engine.parallel.tp}, ep {engine.parallel.ep}",
+        "engines": f"{split.engines} x tp {engine.parallel.tp}, ep {engine.parallel.ep}, dp_attention {engine.parallel.attn_dp}",
         "nodes of an engine": str(engine.nodes),
         "new weights arrive": _arrive(engine.serving.staged),
         f"conversations of {cluster.context} tokens at once": str(split.conversations(cluster.context)),
@@ -144,6 +144,7 @@ def sections(split: Split) -> dict[str, Any]:
     engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
     engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
     engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}
+    engines |= {"dp_attention": engine.parallel.attn_dp} if engine.parallel.attn_dp > 1 else {}
     engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens, "start_timeout_s": 3600}
     if engine.serving.prefill != EngineMemory.prefill:
         engines["args"] = ["--chunked-prefill-size", str(engine.serving.prefill)]

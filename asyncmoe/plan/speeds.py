@@ -109,6 +109,6 @@ def decoding(hf: Hf, parallel: EngineParallel, serving: EngineMemory, context: i
     """Return the estimated seconds of an empty decoding step, and the batch that makes it take twice as long."""
     bandwidth = _READING * _BANDWIDTH
     empty_s = memory.engine(hf, parallel, serving).parts["weights"] / bandwidth
-    each_s = memory.kv_bytes(hf, parallel, serving.dtype) * context / 2 / bandwidth
+    each_s = memory.kv_bytes(hf, parallel, serving.dtype) * context / 2 / bandwidth / parallel.attn_dp
     each_s += 2 * active(hf) / (parallel.world * _EFFICIENCY * _PEAK)
     return empty_s, empty_s / each_s

@@ -25,6 +25,7 @@ from math import ceil
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, checks, shape_of
+from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -121,7 +122,8 @@ class Split:
 
     def conversations(self, context: int) -> int:
         """Return how many conversations of `context` tokens fit into all engines at once."""
-        return self.engines * (self.engine.serving.tokens // context)
+        groups = self.engine.parallel.attn_dp
+        return self.engines * groups * (self.engine.serving.tokens // groups // context)
 
 
 def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple[Split, ...]:
@@ -266,9 +268,10 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     m = shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR, routes=m.experts > 0)
-        sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
+        replicated = isinstance(m.attention, Latent) and cluster.adapter is None
+        sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes, replicated) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
-        able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
+        able = [parallel for parallel, room in rooms.items() if room >= max(memory.LEAST, parallel.attn_dp) * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
             running = min(serving.running, 2 * rooms[chosen] // cluster.context)
@@ -277,10 +280,15 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     return None
 
 
-def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
-    """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
+def _engines(m: Shape, gpus: int, replicated: bool) -> Iterator[EngineParallel]:
+    """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them.
+
+    Args:
+        replicated: attention may be data-parallel.
+    """
     for tp in checks.divisors(gpus):
-        sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
-        with suppress(ConfigError):
-            checks.check_engine("", m, sizes)
-            yield sizes
+        for attn_dp in checks.divisors(tp) if replicated else (1,):
+            sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1, attn_dp)
+            with suppress(ConfigError):
+                checks.check_engine("", m, sizes, dp_attention=True)
+                yield sizes

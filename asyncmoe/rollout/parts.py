@@ -154,8 +154,8 @@ async def _load_and_try(config: Config) -> None:
 
 def pool_of(config: Config, limit: int, generated: Callable[[str, float, float], None] = lambda *_: None) -> Pool:
     """Return a pool that engines join, with a limit on the requests in flight. `generated` is called like `Recorder.generated`."""
-    rollout = config.rollout
-    return Pool((), limit, rollout.request_timeout_s, generated, order=rollout.order, adapter=adapters.asked(config))
+    rollout, asked, dp_ranks = config.rollout, adapters.asked(config), config.engines.dp_attention
+    return Pool((), limit, rollout.request_timeout_s, generated, order=rollout.order, adapter=asked, dp_ranks=dp_ranks)
 
 
 def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recording) -> RolloutContext:

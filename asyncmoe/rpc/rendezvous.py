@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
+from zmq.utils import z85
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,6 +28,10 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         return f"Rendezvous({self.address}, controller {self.host}:{self.pid})"
+
+    def derived_key(self, name: str) -> str:
+        """Return a secret CURVE key that follows from a name and the run's keys; as Z85 text."""
+        return z85.encode(hashlib.blake2b(name.encode(), key=self.client_secret.encode(), digest_size=32).digest()).decode()
 
     @property
     def controller(self) -> str:

@@ -28,7 +28,7 @@ import msgspec
 
 from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
-from asyncmoe.models import MegatronParallel
+from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -44,6 +44,11 @@ class EngineRanks(msgspec.Struct, frozen=True):
     tp: int
     ep: int
     first: int
+    attn_dp: int = 1
+
+    @property
+    def parallel(self) -> EngineParallel:
+        return EngineParallel(self.tp, self.ep, self.attn_dp)
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -136,7 +141,7 @@ class Ready(RankReport, frozen=True):
     """The plan's digest."""
     parameters: dict[str, Parameter] = {}
     places: dict[str, int] = {}
-    """SGLang's "tp_rank" and "moe_ep_rank" of the worker."""
+    """SGLang's "tp_rank", "moe_ep_rank" and "attn_dp_rank" of the worker."""
     obstacles: tuple[str, ...] = ()
     """Reasons why weights must not be written into the worker's parameters."""
     card: Card | None = None

@@ -176,7 +176,7 @@ def running(
             engines.append(SGLangProcess(f"engine.{first + index}", config, index, key=key))
         engines.extend(() if start is None else start())
         members = engines[: config.engines.count]
-        pool = Pool(members, 64, 60.0, lambda *span: None, adapter=asked(config))
+        pool = Pool(members, 64, 60.0, lambda *span: None, adapter=asked(config), dp_ranks=config.engines.dp_attention)
         coordinator = WeightUpdateCoordinator(UpdateDriver(pool, 30.0, lambda *span: pauses.append(span)), publish)
         await asyncio.gather(*(engine.wait_ready() for engine in members))
         coordinator.engines_started()

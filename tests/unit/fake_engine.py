@@ -66,6 +66,7 @@ class FakeEngine:
         routed: int = 0,
         adapter: str | None = None,
         listener: Listener | None = None,
+        dp_rank: int | None = None,
     ) -> Generation:
         self._check(salt.split(".")[0] == str(self.version), f"began under version {self.version} with the salt {salt}")
         versions: list[int] = []

@@ -127,11 +127,12 @@ def test_they_meet_serve_are_lost_come_again_and_end_with_the_run(rig: Play) -> 
             await it.until(lambda: it.pool.present and len(it.running()) == 2)
             pair = it.started[-2:]
             assert sorted(process.place.node for process in pair) == [0, 1]
-            assert len({process.place.meeting for process in pair}) == 1
+            assert len({(process.place.meeting, process.place.key) for process in pair}) == 1
             next(process for process in pair if process.place.node == lost).kill()
             await it.until(lambda pair=pair: all(process.stopped for process in pair))
         await it.until(lambda: it.pool.present and len(it.running()) == 2)
         assert len({process.place.meeting for process in it.started}) == 3, "a place to meet of its own each time"
+        assert len({process.place.key for process in it.started}) == 3
         assert it.started[-1].seed == it.started[-2].seed == it.started[0].seed + 2
         await it.membership.end(EngineOrder(finished=True))
         await asyncio.gather(*agents)

@@ -31,6 +31,16 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
         (("engines.nodes=0",), "engines.nodes: got 0, expected greater than 0"),
         (("engines.tp=2", "engines.nodes=2", "train=lora"), "engines.nodes: got 2, expected 1 because train is lora"),
         (("engines.tp=2", "engines.nodes=2", "engines.share_gpus=true"), "engines.nodes: got 2, expected 1 because engines.share_gpus"),
+        (
+            ("engines.tp=4", "engines.dp_attention=3"),
+            "engines.dp_attention: got 3, expected a divisor of engines.tp = 4; change",
+        ),
+        (("engines.tp=2", "engines.dp_attention=2", "train=lora"), "engines.dp_attention: got 2, expected 1 because train is lora"),
+        (
+            ("engines.tp=2", "engines.dp_attention=2", "engines.nodes=2"),
+            "engines.dp_attention: got 2, .* 1 because engines.nodes is 2",
+        ),
+        (('engines.args=["--attn-dp-size", "2"]',), "engines.args: got --attn-dp-size, expected none of .* set engines.dp_attention"),
         (('engines.args=["--nnodes", "2"]',), "engines.args: got --nnodes, expected none of .* set engines.nodes"),
         (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected a supported argument of .* leave it out"),
     ],
@@ -81,6 +91,13 @@ def test_every_node_is_started_alike_but_for_its_number(monkeypatch: pytest.Monk
     assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2, "of this node's ranks"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert process.environment(made, 0, "10.0.0.2", TCP)["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_data_parallel_ranks_share_what_an_engine_may_hold() -> None:
+    assert "--attn-dp-size" not in started(config("engines.tp=4"), 0, ALONE)
+    given = started(config("engines.tp=4", "engines.dp_attention=2", "engines.max_running=9", "engines.max_total_tokens=8193"), 0, ALONE)
+    shown = [option(given, name) for name in ("--attn-dp-size", "--max-total-tokens", "--cuda-graph-max-bs-decode")]
+    assert (shown, option(given, "--max-running-requests")) == (["2", "4096", "4"], "9")  # SGLang divides the last one itself
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))

@@ -58,6 +58,8 @@ SIZES: list[tuple[str, dict[str, int], dict[str, int], dict[str, Any], str]] = [
     ("dense", {}, {"tp": 8}, {"intermediate_size": 12}, "engines.tp: got 8"),
     ("dense", {"ranks": 2, "ep": 2}, {}, {}, "trainer.ep: got 2"),
     ("dense", {}, {"tp": 2, "ep": 2}, {}, "engines.ep: got 2"),
+    ("dense", {}, {"tp": 2, "dp_attention": 2}, {"tie_word_embeddings": True}, "engines.dp_attention: got 2"),
+    ("moe", {}, {"tp": 12, "dp_attention": 4}, {"num_attention_heads": 8}, "engines.tp / engines.dp_attention: got 3"),
 ]
 
 

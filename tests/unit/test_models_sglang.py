@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from model_cases import MODELS
 from recorded import QUANTISED, Recorded, beside, cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
-from asyncmoe.models import family_of
+from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.models.quantised import quantised
 from asyncmoe.models.shape import Shapes
 from asyncmoe.reshard import LocalTransport, RankLayout, exchange, plan
@@ -55,3 +56,18 @@ def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(mod
         assert {name for name, one in held.items() if one.dtype == FLOAT8} == {
             name for name, entry in known.parameters(rank).items() if entry["dtype"] == FLOAT8
         }
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3_moe"])
+def test_data_parallel_ranks_have_the_attention_of_a_smaller_engine_and_all_else_of_the_whole_one(name: str) -> None:
+    hf = MODELS[name]
+    family, parallel = family_of(hf), EngineParallel(4, 2, attn_dp=2)
+    for rank in range(4):
+        found, small, whole = (
+            family.sglang_layout(hf, sizes, at, "int32").pieces_by_storage
+            for sizes, at in ((parallel, rank), (EngineParallel(2), rank % 2), (EngineParallel(4, 2), rank))
+        )
+        assert found.keys() == whole.keys()
+        for storage, pieces in found.items():
+            other = small if ".self_attn." in storage or "embed_tokens" in storage else whole
+            assert [(p.tensor, p.box, p.offset) for p in pieces] == [(p.tensor, p.box, p.offset) for p in other[storage]]

@@ -72,7 +72,7 @@ def fitting(**changes: Any) -> Ready:
     for name, storage in LAYOUT.storages.items():
         module.register_parameter(name.replace(".", "/"), torch.nn.Parameter(torch.zeros(storage.shape)))
     found = {name.replace("/", "."): value for name, value in Weights(module).described().items()}
-    return msgspec.structs.replace(Ready(parameters=found, places={"tp_rank": 1, "moe_ep_rank": 1}), **changes)
+    return msgspec.structs.replace(Ready(parameters=found, places={"tp_rank": 1, "moe_ep_rank": 1, "attn_dp_rank": 0}), **changes)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,13 @@ def test_a_parameter_that_differs_is_named(change: dict[str, Any], said: str) ->
 def test_parameters_that_are_missing_or_unknown_ranks_and_obstacles_are_named() -> None:
     known = fitting().parameters
     parameters = {name: p for name, p in known.items() if name != W2} | {"extra": known[W2]}
-    ready = fitting(parameters=parameters, places={"tp_rank": 1, "moe_ep_rank": 0}, obstacles=("it quantises",))
+    ready = fitting(parameters=parameters, places={"tp_rank": 1, "moe_ep_rank": 0, "attn_dp_rank": 1}, obstacles=("it quantises",))
     wrong = handshake.differences(ready, ENGINE, 1, LAYOUT)
-    for line, words in zip(wrong, ("moe_ep_rank 0, expected 1", "it quantises", "extra: got float32", f"{W2}: got no such"), strict=True):
+    ranks = "moe_ep_rank 0, expected 1", "attn_dp_rank 1, expected 0"
+    for line, words in zip(wrong, (*ranks, "it quantises", "extra: got float32", f"{W2}: got no such"), strict=True):
         assert line.startswith("engine.0 rank 1")
         assert words in line
-    assert handshake.refusal(wrong * 10).endswith("; and 20 more")
+    assert handshake.refusal(wrong * 10).endswith("; and 30 more")
 
 
 def test_parameters_in_one_storage_are_noticed() -> None:

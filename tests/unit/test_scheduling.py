@@ -159,10 +159,12 @@ class Client(FakeEngine):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.asked: list[tuple[int, ...]] = []
+        self.ranks: list[int | None] = []
         self.answers: asyncio.Queue[tuple[int, str] | EngineLost] = asyncio.Queue()
 
-    async def generate(self, tokens: Any, sampling: Sampling, salt: str, timeout_s: float, *_: Any, **__: Any) -> Generation:
+    async def generate(self, tokens: Any, sampling: Sampling, salt: str, timeout_s: float, *rest: Any, **__: Any) -> Generation:
         self.asked.append(tuple(tokens))
+        self.ranks.append(rest[-1])
         answer = await self.answers.get()
         if isinstance(answer, EngineLost):
             raise answer
@@ -209,6 +211,27 @@ async def test_a_conversation_goes_on_where_it_is_until_that_engine_is_gone() ->
         task.cancel()
     await asyncio.gather(*second, return_exceptions=True)
     assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+@asynchronous
+async def test_a_conversation_goes_on_at_its_data_parallel_rank() -> None:
+    pool, (server,) = made(1, dp_ranks=3)
+
+    async def turns(numbers: Sequence[int]) -> list[int | None]:
+        """The ranks of the conversations' next turns."""
+        seen = len(server.ranks)
+        requests = [ScheduledRequest(conversation=f"{number}") for number in numbers]
+        tasks = [asyncio.create_task(pool.generate((1,), Sampling(1.0, 9, ()), request=request)) for request in requests]
+        await settle()
+        for _ in tasks:
+            server.answers.put_nowait((3, "stop"))
+        await asyncio.gather(*tasks)
+        return server.ranks[seen:]
+
+    first = await turns(range(6))
+    assert sorted(first) == [0, 0, 1, 1, 2, 2]
+    assert await turns((1, 5, 0, 4)) == [first[1], first[5], first[0], first[4]]
+    assert pool.members[0].by_dp_rank.total() == 0
 
 
 def test_only_the_most_recent_entries_are_remembered() -> None:

@@ -76,9 +76,31 @@ def test_deepseek_v3_by_hand(nodes: int, engines: int) -> None:
     """Eight nodes hold weights and gradients, 671e9 x 6 bytes / 64 = 63 GB; an engine takes 16 GPUs, as 671 / 8 is above 80."""
     found = split.suggest(DEEPSEEK, Cluster(nodes))[0]
     assert (sides(found), found.trainer.offload, found.engines, found.engine.nodes) == ((8, nodes - 8), 1.0, engines, 2)
-    weights = found.engine.memory.parts["weights"] * 16
+    assert found.engine.parallel == EngineParallel(16, 16, 8)
+    copied = 61 * (24576 * 1536 + 32768 * 512 + 7168 * 16384) + 2 * 129280 * 7168  # of attention and the embedding, by each group
+    weights = found.engine.memory.parts["weights"] * 16 - 7 * copied
     assert 671.0e9 + 671.0e9 * 4 / 128**2 < weights < 1.04 * 671.0e9, "bytes of float8, and what all ranks hold"
     assert found.trainer.memory.parts["weights"] > 2 * 671e9 / 64
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_gb", "whole", "groups", "grouped"),
+    [("DeepSeek-V3", 80, 27, 8, 128), ("Kimi-K2", 141, 89, 16, 1200)],
+)
+def test_groups_hold_more_conversations(model: str, gpu_gb: float, whole: int, groups: int, grouped: int) -> None:
+    """On 16 GPUs: without groups each GPU caches the same 61 x 576 numbers of a token."""
+    hf = {**REAL[model], "quantization_config": FLOAT8}
+    best = split._engine_over(hf, Cluster(1, 8, gpu_gb), 2)
+    assert best is not None
+    assert best.parallel == EngineParallel(16, 16, groups)
+    assert groups * (best.serving.tokens // groups // 8192) == grouped
+    held = best.memory.parts["KV cache"]
+    assert held == best.serving.tokens // groups * 61 * 576 * 2
+    longer = best.serving.tokens // groups + 1  # than one group's cache
+    other = split._engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
+    assert other is not None
+    assert other.serving.tokens // other.parallel.attn_dp >= longer
+    assert memory.kv_room(hf, EngineParallel(16, 16), replace(best.serving, running=256), gpu_gb) // 8192 == whole
 
 
 @pytest.mark.parametrize(

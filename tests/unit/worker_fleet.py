@@ -60,6 +60,7 @@ class SlowEngine(FakeEngine):
         routed: int = 0,
         adapter: str | None = None,
         listener: Listener | None = None,
+        dp_rank: int | None = None,
     ) -> Generation:
         await asyncio.sleep(self._draw.random() * 0.01)
         if self._draw.random() < 0.02:

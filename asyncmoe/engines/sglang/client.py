@@ -56,8 +56,9 @@ class SGLangClient(WeightEndpoints):
         routed: int = 0,
         adapter: str | None = None,
         listener: Listener | None = None,
+        dp_rank: int | None = None,
     ) -> Generation:
-        body = request_body(tokens, sampling, salt, routed, adapter)
+        body = {**request_body(tokens, sampling, salt, routed, adapter), "routed_dp_rank": dp_rank}
         if listener is not None:
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
         async with self._requested("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json") as reply:

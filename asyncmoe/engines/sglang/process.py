@@ -28,6 +28,7 @@ from asyncmoe.models import family_of, shape_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
+from asyncmoe.platform.sglang.private_meeting import NODES_KEY
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE, LOADER
 from asyncmoe.process import Child
 from asyncmoe.rpc import address, nccl_settings, peers
@@ -189,8 +190,11 @@ def command(
         flags |= {"nnodes": section.nodes, "node-rank": place.node}
         if place.meeting.startswith(_TCP):
             flags["dist-init-addr"] = place.meeting.removeprefix(_TCP)
+    if section.dp_attention > 1:
+        # Without a limit, SGLang reserves memory for graphs in which one group runs all requests.
+        flags |= {"attn-dp-size": section.dp_attention, "cuda-graph-max-bs-decode": max(1, section.max_running // section.dp_attention)}
     if section.max_total_tokens is not None:
-        flags["max-total-tokens"] = section.max_total_tokens
+        flags["max-total-tokens"] = section.max_total_tokens // section.dp_attention  # of each group
     switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-shared-experts-fusion"]
     if config.model.trust_remote_code:
         switches.append("--trust-remote-code")
@@ -239,6 +243,7 @@ def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
     given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if not place.meeting.startswith(_TCP):
         return {**given, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": place.meeting}
+    given[NODES_KEY] = place.key
     interface = next((name for name, addresses in address.interfaces().items() if host in addresses), None)
     return given if interface is None else {**given, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 

@@ -12,8 +12,13 @@ from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
+class _Place(msgspec.Struct, frozen=True):
+    tp_rank: int
+
+
 class _CheckedRank(msgspec.Struct, frozen=True):
     checksums: dict[str, str]
+    parallelism_info: tuple[_Place]
 
 
 class _Checked(msgspec.Struct, frozen=True):
@@ -93,5 +98,6 @@ class WeightEndpoints(SGLangConnection):
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
+        ranks = {rank.parallelism_info[0].tp_rank: rank.checksums for rank in checked.ranks}  # every group reports all ranks
         # SGLang's layers with adapters contain the plain layer as `base_layer`.
-        return tuple({name.replace(".base_layer.", "."): one for name, one in rank.checksums.items()} for rank in checked.ranks)
+        return tuple({name.replace(".base_layer.", "."): one for name, one in ranks[at].items()} for at in sorted(ranks))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.models import EngineParallel
 from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.reshard import RankLayout
 from asyncmoe.reshard.float8 import SCALES
@@ -23,7 +22,7 @@ def places() -> dict[str, int]:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return {"tp_rank": parallel.tp_rank, "moe_ep_rank": parallel.moe_ep_rank}
+    return {"tp_rank": parallel.tp_rank, "moe_ep_rank": parallel.moe_ep_rank, "attn_dp_rank": parallel.attn_dp_rank}
 
 
 def check_family(terms: Terms, ours: str | None) -> None:
@@ -66,7 +65,8 @@ def obstacles(model: torch.nn.Module) -> list[str]:
 
 def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLayout) -> list[str]:
     """Return all differences between a worker and its expected layout, one line each; weights may be sent only if there are none."""
-    expected = {"tp_rank": tp_rank, "moe_ep_rank": EngineParallel(engine.tp, engine.ep).ep_rank(tp_rank)}
+    place = engine.parallel
+    expected = {"tp_rank": tp_rank, "moe_ep_rank": place.ep_rank(tp_rank), "attn_dp_rank": place.attn_dp_rank(tp_rank)}
     who = f"{engine.name} rank {tp_rank}"
     wrong = [
         f"{who} is {key} {ready.places.get(key)}, expected {value}" for key, value in expected.items() if ready.places.get(key) != value

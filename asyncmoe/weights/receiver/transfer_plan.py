@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncmoe.models import EngineParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, RankLayout, plan
 from asyncmoe.weights.protocol import Terms
@@ -11,11 +10,7 @@ from asyncmoe.weights.protocol import Terms
 def engine_layouts(terms: Terms) -> list[RankLayout]:
     """Return the layout of every engine rank, numbered by its rank in the meeting."""
     payload = Payload(terms.hf, terms.adapter)
-    return [
-        layout
-        for engine in terms.engines
-        for layout in payload.engines(EngineParallel(engine.tp, engine.ep), terms.engine_dtype, first=engine.first)
-    ]
+    return [layout for one in terms.engines for layout in payload.engines(one.parallel, terms.engine_dtype, first=one.first)]
 
 
 def route(terms: Terms, rank: int) -> Plan:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.models import EngineParallel, engine_dtype
+from asyncmoe.models import engine_dtype, engine_parallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.platform import collectives
 from asyncmoe.platform.float8 import dequantised
@@ -107,8 +107,7 @@ class ExpectedChecksums:
         return list(zip(plans, mine, strict=True))
 
     def _engine(self, dtype: str) -> list[RankLayout]:
-        engines = self.config.engines
-        return Payload(self.model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
+        return Payload(self.model.hf).engines(engine_parallel(self.config), dtype)
 
     def _hashed(self, held: Mapping[str, torch.Tensor], served: Mapping[str, Storage]) -> dict[str, str]:
         values = {name: tensor.cpu().to(getattr(torch, served[name].dtype)) for name, tensor in held.items()}

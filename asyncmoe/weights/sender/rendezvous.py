@@ -235,7 +235,8 @@ class TrainerRanks:
         hosted = hosting.host(config.cluster.network)
         host, port = hosting.place(hosted)
         store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
-        ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
+        attn_dp = config.engines.dp_attention
+        ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1, attn_dp) for e in engines.engines)
         terms = Terms(
             hf=dict(model.hf),
             adapter=model.adapter,

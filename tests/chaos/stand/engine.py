@@ -197,7 +197,8 @@ def application(server: Server, key: str) -> web.Application:
         return web.json_response(await server.generate(await request.json()))
 
     async def checksums(request: web.Request) -> web.Response:
-        return web.json_response({"ranks": [{"checksums": {f"part.{index}": part for index, part in enumerate(server.parts)}}]})
+        held = {f"part.{index}": part for index, part in enumerate(server.parts)}
+        return web.json_response({"ranks": [{"checksums": held, "parallelism_info": [{"tp_rank": 0}]}]})
 
     commands = {
         "/pause_generation": server.pause,

@@ -27,8 +27,8 @@ ALONE["rollout"] = ("controller", "trainer", "engine")
 """Which other processes go on when one is lost."""
 ROLES = ("controller", "trainer.0", "trainer.1", "engine.0", "rollout.1", "rollout.2")
 KILL, HANG, FAULT = signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV
-QUICK = ("trainer.timeout_s=20", "watch.beat_s=1", "watch.stacks_after_s=8", "watch.end_after_s=10", "engines.hang_timeout_s=12")
-"""To see that a process hangs."""
+QUICK = ("trainer.timeout_s=60", "watch.beat_s=1", "watch.stacks_after_s=8", "watch.end_after_s=40", "engines.hang_timeout_s=12")
+"""To see that a process hangs. The trainer may wait 30 s for a worker until the controller takes that for lost."""
 
 
 def runs_anew(directory: Path, role: str, before: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncmoe import checkpoints
-from tests.system.runs import Command, demo, json_lines, logs, metrics, refused, run, silent_engines, start, summary_of, wait_for
+from tests.system.runs import Command, demo, logs, metrics, refused, run, silent_engines, start, summary_of, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -66,18 +66,6 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     assert first["logprob_diff_max_same_version"] < 1e-3
 
 
-def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
-    """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
-    directory = tmp_path / "run"
-    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01")
-    assert summary["steps"] == 4
-    *_, last = json_lines(directory / "rollout.jsonl")
-    assert last["rejected"] == {}
-    assert last["version"] >= 7
-    steps = [step for step in metrics(directory) if step["phase"] == "rl"]
-    assert all(abs(step["logprob_diff_max_same_version"]) < 1e-3 for step in steps if step.get("logprob_diff_max_same_version") is not None)
-
-
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
     """Resumed from the adapters of the warm-up, in which no engine has taken part."""
     directory, shape = tmp_path / "run", (*LORA, "objective.kl.coefficient=0.01")
@@ -88,7 +76,7 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     assert checkpoints.newest(directory) == checkpoints.directory(directory, 4)
     run(directory, *shape, "sync.verify_every=0")
     said = (directory / "logs" / "controller.log").read_text()
-    (found,) = re.findall(r"engine\.0 and trainer at version 0: .* divergence (.*), 256 probe tokens", said)
+    (found,) = re.findall(r"engine\.0 and trainer on 256 probe tokens: .* divergence (\S+)", said)
     assert float(found) < 1e-8, "of what the engine has loaded, to which neither adds the adapters"
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
     line = refused(*demo(directory, "run.steps=6"))

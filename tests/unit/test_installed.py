@@ -19,8 +19,8 @@ DISTRIBUTIONS = {
 }
 """Distribution of each module whose name differs, or that another distribution brings."""
 SKINNY = {"mlflow": "mlflow-skinny"}
-NOT_OURS = {"benchmarks", "mpi4py"}
-"""The checkout's own folder, and what only examples of asyncmoe.reshard under mpirun use."""
+NOT_OURS = {"benchmarks", "mpi4py", "deep_ep"}
+"""The checkout's own folder, what only examples of asyncmoe.reshard under mpirun use, and what Megatron uses where a user installed it."""
 
 
 def extras() -> dict[str, set[str]]:

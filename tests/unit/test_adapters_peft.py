@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftConfig
 
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.models import family_of, load_hf_config, qwen3_moe
 from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Kind
-from asyncmoe.models.make import make_model
 from asyncmoe.models.shape import Shape
 from tests import families
 from tests.unit.adapters import ALL as TARGETS
@@ -146,14 +144,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             peft.read(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shape]:
-
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, MadeModel(layers=2, experts=4), seed=0)
-    return path, qwen3_moe.FAMILY.shape_of(load_hf_config(path))
-
-
 def logits(model: Any) -> np.ndarray:
     import torch
 
@@ -188,13 +178,12 @@ def test_peft_computes_what_the_merged_weights_do(tmp_path: Path, family: str, t
 
 
 @pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",), ("gate_up_proj",)])
-def test_adapters_of_parameters_mean_here_what_they_mean_to_peft(
-    model: tuple[Path, Shape], tmp_path: Path, parameters: tuple[str, ...]
-) -> None:
+def test_adapters_of_parameters_mean_here_what_they_mean_to_peft(tmp_path: Path, parameters: tuple[str, ...]) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    path, m = model
+    path = families.write(tmp_path / "model", "qwen3_moe")
+    m = qwen3_moe.FAMILY.shape_of(load_hf_config(path))
     named = [f"mlp.experts.{name}" for name in parameters]
     theirs = get_peft_model(load(path), LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=named)).eval()
     torch.manual_seed(0)

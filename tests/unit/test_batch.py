@@ -37,7 +37,7 @@ def tokens(indices: tuple[int, ...], lengths: list[int]) -> int:
 
 
 @given(shapes)
-def test_schedule_invariants(shape: dict) -> None:
+def test_schedules_hold_all_once_in_bounds_and_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
     plan, lengths = schedule(**shape), shape["lengths"]
     every = [i for rank in plan.ranks for microbatch in rank for i in microbatch]
     assert sorted(every) == list(range(len(lengths)))
@@ -54,11 +54,7 @@ def test_schedule_invariants(shape: dict) -> None:
                 rows = tokens(microbatch, padded)
                 assert rows + -rows % multiple <= shape["tokens_per_microbatch"]
             assert shape["pack"] or len(microbatch) <= 1
-
-
-@given(shapes)
-def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
-    plan, costs = schedule(**shape), [cost(length, shape["width"]) for length in shape["lengths"]]
+    costs = [cost(length, shape["width"]) for length in lengths]
     sizes = [[tokens(m, costs) for m in rank] for rank in plan.ranks]
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(max(s) for s in sizes)
     for before, after in zip(zip(*sizes, strict=True), list(zip(*sizes, strict=True))[1:], strict=False):
@@ -130,9 +126,9 @@ def batches(draw: st.DrawFn) -> tuple[dict[int, Trajectory], list[int], int, boo
 def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch:
     known, indices, multiple, packed = case
     count = 10 + len(known)
-    return pack(
-        known, indices, advantages=np.arange(count) + 1.0, weights=np.arange(count) / 7 + 1, grid=BatchGrid(multiple), packed=packed
-    )
+    both = {"advantages": np.arange(count) + 1.0, "weights": np.arange(count) / 7 + 1}
+    proximal = {i: i + np.arange(len(t), dtype=np.float32) for i, t in known.items()}
+    return pack(known, indices, **both, grid=BatchGrid(multiple), packed=packed, proximal=proximal)
 
 
 @given(batches())
@@ -151,11 +147,12 @@ def test_every_sampled_token_is_the_target_of_the_row_before_it_and_nothing_else
         assert batch.behaviour[first:last].tolist() == t.logprobs[1:].tolist()
         assert batch.versions[first:last].tolist() == t.versions[1:].tolist()
         assert batch.pure[first:last].tolist() == (t.loss_mask[1:] & t.is_pure).tolist()
+        assert batch.proximal[first:last][batch.mask[first:last]].tolist() == [index + n for n in range(1, len(t)) if t.loss_mask[n]]
         assert set(batch.advantages[rows][batch.mask[rows]].tolist()) == {index + 1.0}
         assert not batch.mask[last]
     assert [place[0] for place in batch.places] == list(indices)
     assert int(batch.mask.sum()) == sum(int(known[index].loss_mask.sum()) for index in indices)
-    for name in ("behaviour", "advantages", "weights"):
+    for name in ("behaviour", "proximal", "advantages", "weights"):
         assert (getattr(batch, name)[~batch.mask] == 0).all()
         assert getattr(batch, name).dtype == torch.float32
     assert (batch.versions[~batch.mask] == NOT_SAMPLED).all()
@@ -210,13 +207,6 @@ def test_rows_can_be_more_than_are_needed(packed: bool, indices: list[int]) -> N
     assert int(batch.mask.sum()) == 4 * len(indices)
     assert batch.cu_seqlens is None or batch.cu_seqlens.tolist() == [0, *([6] if indices else []), 16]
     assert batch.max_seqlen == (10 if packed and indices else 16)
-
-
-def test_proximal_follows_the_targets() -> None:
-    t = trajectory(6, 2, 0)
-    values = np.arange(6, dtype=np.float32)
-    batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True, proximal={0: values})
-    assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 
 def test_advantages_of_single_tokens_follow_the_targets() -> None:

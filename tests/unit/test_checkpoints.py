@@ -36,11 +36,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def folder_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda at: flip(at / "__0_0.distcp"), "__0_0.distcp has other content (CRC-32C "),
     "cut": (lambda at: os.truncate(at / "__1_0.distcp", 4999), "__1_0.distcp has 4999 bytes, expected 5000"),
@@ -48,7 +43,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty facts": (lambda at: os.truncate(at / "asyncmoe.json", 0), "asyncmoe.json has 0 bytes, expected "),
     "no manifest": (lambda at: (at / "manifest.json").unlink(), "manifest.json: got No such file"),
     "manifest flipped": (lambda at: flip(at / "manifest.json"), "manifest.json: got "),
-    "a folder in place of a part": (lambda at: folder_instead(at / "common.pt"), "common.pt "),
+    "a folder in place of a part": (lambda at: ((at / "common.pt").unlink(), (at / "common.pt").mkdir()), "common.pt "),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.verify import VerifySection
 from asyncmoe.errors import AnomalyFound, InvariantBroken
-from asyncmoe.trainer.checks import Anomaly, BatchGuard, finite, judge
+from asyncmoe.trainer.checks import BatchGuard, finite, judge
 from asyncmoe.trainer.losses import PolicyLoss
 
 HEALTHY = {"loss": 0.1, "kl_engine": 0.03, "logprob_diff": 1e-5, "grad_norm": 1e4}
@@ -37,10 +37,6 @@ def section(given: dict[str, Any] | None = None) -> VerifySection:
 )
 def test_rules_and_what_follows(given: dict[str, Any], values: dict[str, float], rules: dict[str, str]) -> None:
     assert {one.rule: one.action for one in judge(section(given), values)} == rules
-
-
-def test_a_broken_rule_says_its_value_and_bound() -> None:
-    assert judge(section(), ATTACKED) == (Anomaly("kl_engine", 3.24, "kl_engine is 3.24, above 1", "skip"),)
 
 
 def test_a_guard_that_refused_refuses_the_rest_of_the_batch(caplog: pytest.LogCaptureFixture) -> None:

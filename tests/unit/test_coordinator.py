@@ -21,57 +21,51 @@ HOW: tuple[Interruption, ...] = ("in_place", "retract")
 """In one call, or in a pause of several."""
 
 
-def publish(engines: int, dead: int, how: Interruption) -> tuple[Pool, list[int], Committed]:
+async def publish(engines: int, dead: int, how: Interruption) -> tuple[Pool, list[int], Committed]:
     """Publish version 1; the processes of the last engines are found to have ended while the first one swaps it in, or ends its pause."""
+    pool, published = Pool(handles(engines), 8, 5.0, lambda *_: None), list[int]()
 
-    async def run() -> tuple[Pool, list[int], Committed]:
-        pool, published = Pool(handles(engines), 8, 5.0, lambda *_: None), list[int]()
+    async def found(*_: Any) -> None:
+        for member in pool.members[engines - dead :]:
+            pool.fence(member, "the process ended")
 
-        async def found(*_: Any) -> None:
-            for member in pool.members[engines - dead :]:
-                pool.fence(member, "the process ended")
-
-        setattr(fake(pool.members[0].engine), "end_update" if how == "retract" else "command_receivers", found)
-        coordinator = coordinator_of(pool, published, interruption=how)
-        await coordinator.handle(WeightsStage(1))
-        committed = await coordinator.handle(WeightsCommit(1, update=1))
-        assert isinstance(committed, Committed)
-        return pool, published, committed
-
-    return asyncio.run(run())
+    setattr(fake(pool.members[0].engine), "end_update" if how == "retract" else "command_receivers", found)
+    coordinator = coordinator_of(pool, published, interruption=how)
+    await coordinator.handle(WeightsStage(1))
+    committed = await coordinator.handle(WeightsCommit(1, update=1))
+    assert isinstance(committed, Committed)
+    return pool, published, committed
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_others_take_the_version(how: Interruption) -> None:
-    pool, published, committed = publish(engines=3, dead=1, how=how)
+@asynchronous
+async def test_the_others_take_the_version(how: Interruption) -> None:
+    pool, published, committed = await publish(engines=3, dead=1, how=how)
     assert len(committed.pause_ms) == 2
     assert [member.version for member in pool.members] == [1, 1, 0]
     assert [member.engine.name for member in pool.serving] == ["engine.0", "engine.1"]
     assert published == [1]
 
 
-def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobody_told_and_one_that_hangs_is_not(
+@asynchronous
+async def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobody_told_and_one_that_hangs_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FakeHandle, "died", None)
     monkeypatch.setattr("asyncmoe.engines.pool._PROBE_S", 0.05)
+    pool = Pool(handles(3), 8, 5.0, lambda *_: None)
+    coordinator = coordinator_of(pool)
 
-    async def run() -> list[tuple[int, tuple[str, ...], bool]]:
-        pool = Pool(handles(3), 8, 5.0, lambda *_: None)
-        coordinator = coordinator_of(pool)
+    async def ask(probe: bool) -> tuple[int, tuple[str, ...], bool]:
+        found = await coordinator.handle(EnginesAsk(1.0, probe))
+        assert isinstance(found, Engines)
+        return found.roster, found.lost, found.silent
 
-        async def ask(probe: bool) -> tuple[int, tuple[str, ...], bool]:
-            found = await coordinator.handle(EnginesAsk(1.0, probe))
-            assert isinstance(found, Engines)
-            return found.roster, found.lost, found.silent
-
-        asked = [await ask(False), await ask(True)]
-        fake(pool.members[1].engine).dead = True
-        asked += [await ask(False), await ask(True)]
-        fake(pool.members[2].engine).hangs = True
-        return [*asked, await ask(True)]
-
-    assert asyncio.run(run()) == [(1, (), False)] * 3 + [(2, ("engine.1",), False), (2, (), True)]
+    asked = [await ask(False), await ask(True)]
+    fake(pool.members[1].engine).dead = True
+    asked += [await ask(False), await ask(True)]
+    fake(pool.members[2].engine).hangs = True
+    assert [*asked, await ask(True)] == [(1, (), False)] * 3 + [(2, ("engine.1",), False), (2, (), True)]
 
 
 @asynchronous
@@ -105,26 +99,19 @@ async def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
     assert published == [1]
 
 
-@pytest.mark.parametrize(
-    ("how", "call"), [("in_place", "command_receivers"), *(("retract", call) for call in ("command_receivers", "end_update", "resume"))]
-)
-def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version(how: Interruption, call: str) -> None:
+@pytest.mark.parametrize("call", ["command_receivers", "end_update", "resume"])
+@asynchronous
+async def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version(call: str) -> None:
     """All engines wait in the pause, and paused engines are not probed: the limit is that of a pause, not of an update."""
+    pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
 
-    async def run() -> tuple[Pool, list[int]]:
-        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
+    async def hang(*_: Any) -> None:
+        await asyncio.sleep(3600.0)
 
-        async def hang(*_: Any) -> None:
-            await asyncio.sleep(3600.0)
-
-        setattr(fake(pool.members[1].engine), call, hang)
-        coordinator = coordinator_of(pool, published, 3600.0, interruption=how, pause_s=0.2)
-        await coordinator.handle(WeightsStage(1))
-        async with asyncio.timeout(30.0):
-            await coordinator.handle(WeightsCommit(1, update=1))
-        return pool, published
-
-    pool, published = asyncio.run(run())
+    setattr(fake(pool.members[1].engine), call, hang)
+    coordinator = coordinator_of(pool, published, 3600.0, interruption="retract", pause_s=0.2)
+    await coordinator.handle(WeightsStage(1))
+    await coordinator.handle(WeightsCommit(1, update=1))
     assert ([(m.engine.name, m.version) for m in pool.serving], published) == ([("engine.0", 1)], [1])
     assert str(pool.members[1].fenced).startswith("waited 0.2 s for engine.1: ")
 
@@ -143,12 +130,11 @@ async def test_while_one_is_late_to_pause_the_others_generate(monkeypatch: pytes
 
     other.pause = pause_late  # type: ignore[method-assign, assignment]
     beginning = asyncio.create_task(coordinator_of(pool, timeout_s=60.0).handle(WeightsBegin(1)))
-    async with asyncio.timeout(30.0):
-        await waited.wait()
-        await pool.generate((1,), Sampling(1.0, 1, ()))
-        assert (one.paused, beginning.done()) == (False, False)
-        late.set()
-        await beginning
+    await waited.wait()
+    await pool.generate((1,), Sampling(1.0, 1, ()))
+    assert (one.paused, beginning.done()) == (False, False)
+    late.set()
+    await beginning
     assert (one.paused, other.paused, one.updating, other.updating, one.wrong + other.wrong) == (True, True, True, True, [])
 
 
@@ -166,30 +152,28 @@ async def test_until_an_engine_serves_version_0_is_saved() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> None:
+@asynchronous
+async def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
-        publish(engines=2, dead=2, how=how)
+        await publish(engines=2, dead=2, how=how)
 
 
-def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> None:
+@asynchronous
+async def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> None:
     """A rank asks for the engines during another's request, just after an engine has ended."""
+    ranks: list[int] = []
+    pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+    coordinator = coordinator_of(pool)
 
-    async def run() -> list[int]:
-        ranks: list[int] = []
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        coordinator = coordinator_of(pool)
+    async def started(joins: Any, *_: Any) -> None:
+        ranks.extend(join.rank for join in joins)
+        pool.fence(pool.members[0], "it has ended")
+        await coordinator.handle(EnginesAsk(0.0))
 
-        async def started(joins: Any, *_: Any) -> None:
-            ranks.extend(join.rank for join in joins)
-            pool.fence(pool.members[0], "it has ended")
-            await coordinator.handle(EnginesAsk(0.0))
-
-        for member in pool.members:
-            fake(member.engine).command_receivers = started  # type: ignore[method-assign]
-        await coordinator.handle(WeightsJoin("127.0.0.1", 1, "weights", "gloo", "reshard", 1))
-        return ranks
-
-    assert asyncio.run(run()) == [1, 2]
+    for member in pool.members:
+        fake(member.engine).command_receivers = started  # type: ignore[method-assign]
+    await coordinator.handle(WeightsJoin("127.0.0.1", 1, "weights", "gloo", "reshard", 1))
+    assert ranks == [1, 2]
 
 
 @asynchronous

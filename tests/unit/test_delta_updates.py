@@ -72,8 +72,7 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
 
 
 def decoder_of(rig: Rig, rank: int) -> DeltaDecoder:
-    found = worker._receivers[rig.workers[rank]]._decoder
-    return found
+    return worker._receivers[rig.workers[rank]]._decoder
 
 
 def test_an_engine_that_missed_a_version_gets_everything(rig: Rig) -> None:
@@ -176,8 +175,7 @@ def test_a_commit_that_failed_is_followed_by_everything(rig: Rig) -> None:
 
 def test_what_a_full_update_has_written_in_part_is_no_version(rig: Rig) -> None:
     rig.change(1.0)
-    exchanger = rig.senders[1]._exchanger
-    exchanger.close()
+    rig.senders[1]._exchanger.close()
     assert not fine(rig.send(2))
     assert {decoder_of(rig, rank).version for rank in rig.workers} == {None}
 

@@ -63,26 +63,18 @@ def teaching(known: Tokenizer, environment: Answers) -> Teaching:
     return Teaching(environment, known, Bounds(), seed=0)
 
 
-def rows_of(made: Sequence[Sequence[Trajectory]]) -> list[int]:
-    return [int(one.tokens[0]) for (one,) in made]
-
-
 @pytest.mark.parametrize("taught", [False, True])
 def test_a_demonstration_that_the_context_does_not_hold_gives_its_place_to_a_later_question(
     taught: bool, known: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(first: int) -> list[Sequence[Trajectory]]:
         demonstrations = Demonstrations(Rows([1, 4]), teaching(known, Answers()) if taught else None, TOTAL, MOST)
-
-        async def every() -> list[Sequence[Trajectory]]:
-            return [await demonstrations(index) for index in range(first, TOTAL)]
-
-        return asyncio.run(every())
+        return [asyncio.run(demonstrations(index)) for index in range(first, TOTAL)]
 
     with caplog.at_level(logging.WARNING):
         found = made(0)
     # 1 and 6 ask row 1, and 4 asks row 4, which later questions of another row replace: 9 and 17; 14 and 22; 12.
-    assert rows_of(found) == [0, 2, 2, 3, 2, 0, 2, 2]
+    assert [int(one.tokens[0]) for (one,) in found] == [0, 2, 2, 3, 2, 0, 2, 2]
     assert [one.key for (one,) in found] == [f"d{index}.a0" for index in range(TOTAL)]
     assert max(len(one.tokens) for (one,) in found) <= MOST
     said = [record.getMessage() for record in caplog.records]

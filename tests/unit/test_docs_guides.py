@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Bounds, Environment
+from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments import load
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -28,7 +28,6 @@ from asyncmoe.rollout.scoring import Sample, Score, loading
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages
 from tests.unit.test_environment_tools import Scripted
 
@@ -82,11 +81,7 @@ def test_rewards_are_those_of_the_page(here: Path) -> None:
 def test_a_judge_behind_http_is_whole(here: Path) -> None:
     import judge_server  # type: ignore[import-not-found]  # a file of the guide
 
-    server = judge_server.ThreadingHTTPServer(("127.0.0.1", 0), judge_server.Judge)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-
-    async def ask() -> list[float]:
+    async def ask(server: Any) -> list[float]:
         section = ScoringSection(scorer=f"http://127.0.0.1:{server.server_address[1]}/score")
         made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         try:
@@ -94,20 +89,10 @@ def test_a_judge_behind_http_is_whole(here: Path) -> None:
         finally:
             await made.close()
 
-    try:
-        assert asyncio.run(ask()) == [1.0, 0.0]
-    finally:
+    with judge_server.ThreadingHTTPServer(("127.0.0.1", 0), judge_server.Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asyncio.run(ask(server)) == [1.0, 0.0]
         server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def play(environment: Environment, known: Tokenizer, texts: Sequence[str]) -> Trajectory:
-    pool: Any = Scripted(known, *texts)
-    stage = RolloutContext(pool, Sampling(1.0, 16, (known.eos,)), known, Exact(), environment, seed=3)
-    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, known.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
-    assert not pool.lines
-    return made
 
 
 def test_an_environment_plays_as_the_page_says(here: Path, known: Tokenizer) -> None:
@@ -119,7 +104,10 @@ def test_an_environment_plays_as_the_page_says(here: Path, known: Tokenizer) -> 
     assert len(rows) == 3
     for says, reward, text in rows:
         texts = [part.strip("` ") for part in says.split(",")]
-        made = play(environment, known, texts)
+        pool: Any = Scripted(known, *texts)
+        stage = RolloutContext(pool, Sampling(1.0, 16, (known.eos,)), known, Exact(), environment, seed=3)
+        (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, known.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
+        assert not pool.lines
         assert made.reward == float(reward)
         assert known.decode(made.tokens.tolist()) == text.strip("`")
         assert known.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)

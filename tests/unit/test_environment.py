@@ -169,7 +169,6 @@ def test_an_environment_returns_metrics_beside_the_reward(result: Any, rewards: 
         ({"solver": {"reward": 1.0}, "checker": {"metrics": {"tries": 3}}}, "bad_reward"),
         ({"solver": 1.0}, "environment_error"),
         ({"solver": 1.0, "checker": 0.0, "silent": 0.0}, "environment_error"),
-        ({0: 1.0, 1: 0.0}, "environment_error"),
         ({"solver": 1.0, "checker": "1"}, "bad_reward"),
     ],
 )

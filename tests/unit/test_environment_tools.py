@@ -74,7 +74,6 @@ def parts(made: Trajectory, known: Tokenizer) -> list[tuple[bool, str]]:
 @pytest.mark.parametrize(
     ("says", "given"),
     [
-        ("[6*7]", "42\n"),
         ("[1+1] [2+2]", "2\n4\n"),
         ("[1/0]", "error: ZeroDivisionError: division by zero\n"),
         ("[abacus: 1]", "error: no tool named abacus; there are calculator\n"),

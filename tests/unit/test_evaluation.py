@@ -78,12 +78,6 @@ class Engines:
         )
 
 
-def workers_of(made: Config, stage: RolloutContext) -> Any:
-    """A worker in this process."""
-    sets = {name: stage_of(stage, name, section) for name, section in made.evaluation.every_set.items()}
-    return Worker(partial(episode.run, stage), 2, evaluated={name: partial(episode.run, one) for name, one in sets.items()})
-
-
 class Setup:
     """An evaluator over such a pool, running."""
 
@@ -95,7 +89,9 @@ class Setup:
         self.task = loaded.training
         pool: Any = self.engines
         stage = RolloutContext(pool, Sampling(1.0, 8, (known.eos,), recording=Recording(masks=True)), known, Exact())
-        self.evaluator = Evaluator(made, workers_of(made, stage), loaded.sets, self.found.append)
+        sets = {name: stage_of(stage, name, section) for name, section in made.evaluation.every_set.items()}
+        worker: Any = Worker(partial(episode.run, stage), 2, evaluated={name: partial(episode.run, one) for name, one in sets.items()})
+        self.evaluator = Evaluator(made, worker, loaded.sets, self.found.append)
         self.running = asyncio.create_task(self.evaluator.run())
 
     async def evaluate(self, version: int) -> Evaluation:

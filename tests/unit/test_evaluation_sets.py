@@ -20,8 +20,8 @@ from asyncmoe.rollout.evaluation import pass_chances
 from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.telemetry.rollout_schema import Evaluation
 from tests.configs import minimal
+from tests.unit.asynchronous import asynchronous
 from tests.unit.test_evaluation import Setup
 
 
@@ -148,18 +148,14 @@ def test_pass_at_k_is_the_share_of_passing_subsets() -> None:
     assert pass_chances([], 4, 1.0) == {}
 
 
-def test_each_set_has_a_record_with_its_samples(known: Tokenizer) -> None:
-    async def run() -> list[Evaluation]:
-        sets = {"greedy": {"temperature": 0, "samples": 1}, "many": {"samples": 3, "prompts": 2}}
-        setup = Setup(known, sets=sets)
-        await setup.evaluate(10)
-        async with asyncio.timeout(5):
-            while len(setup.found) < 2:
-                await asyncio.sleep(0)
-        await setup.stop()
-        assert len({request.prompt for request in setup.engines.requests}) == 8, "sets share neither prefix groups nor conversations"
-        return setup.found
-
-    first, second = asyncio.run(run())
+@asynchronous
+async def test_each_set_has_a_record_with_its_samples(known: Tokenizer) -> None:
+    setup = Setup(known, sets={"greedy": {"temperature": 0, "samples": 1}, "many": {"samples": 3, "prompts": 2}})
+    await setup.evaluate(10)
+    while len(setup.found) < 2:
+        await asyncio.sleep(0)
+    await setup.stop()
+    assert len({request.prompt for request in setup.engines.requests}) == 8, "sets share neither prefix groups nor conversations"
+    first, second = setup.found
     assert [(one.name, one.questions, one.episodes, one.samples) for one in (first, second)] == [("greedy", 6, 6, 1), ("many", 2, 6, 3)]
     assert (first.pass_at, second.pass_at) == ({"1": 1.0}, {"1": 1.0, "2": 1.0, "3": 1.0})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncmoe import models
-from asyncmoe.config import Config, devices, load
+from asyncmoe.config import Config, load
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import budget, traffic
 
@@ -21,13 +21,10 @@ YAMLS = sorted(
     for path in (REPOSITORY / folder).rglob("*.yaml")
     if path.name != "plant.yaml"
 )
-CLUSTER = [path for path in YAMLS if path.parent.name == "cluster"]
-ONE_NODE = [path for path in YAMLS if path.parent.name == "one-node"]
 GPUS = 8
 """Of a node."""
 LONG = {"qwen3-235b-a22b-lora.yaml"}
 """Whose plans take seconds, and are those of another model that is planned for anyway."""
-every = pytest.mark.parametrize("path", YAMLS, ids=str)
 
 
 def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
@@ -39,27 +36,28 @@ def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
     return config, budget.hf_of(config, shipped if config.model.make is None else None)
 
 
-@every
-def test_it_suits_its_model(path: Path) -> None:
-    models.check(*configured(path))
-
-
-def stated(text: str) -> tuple[float, bool]:
-    """Values of a YAML's budget line: the memory of a GPU in GB, and whether the run is for CPUs."""
-    (found,) = re.findall(r"^# memory: trainer \S+ GB, engine \S+ GB of ([\d.]+)( on CPU| together)?$", text, re.MULTILINE)
-    return float(found[0]), found[1] == " on CPU"
-
-
-@every
-def test_it_fits_and_its_comments_say_what_it_holds(path: Path) -> None:
+@pytest.mark.parametrize("path", YAMLS, ids=str)
+def test_it_suits_its_model_its_nodes_are_equally_full_and_its_comments_say_what_it_holds(path: Path) -> None:
     text = (REPOSITORY / path).read_text()
     config, hf = configured(path)
-    gpu_gb, cpu = stated(text)
-    found = budget.of_run(config, hf, gpu_gb, cpu)
+    models.check(config, hf)
+    ((gpu_gb, where),) = re.findall(r"^# memory: trainer \S+ GB, engine \S+ GB of ([\d.]+)( on CPU| together)?$", text, re.MULTILINE)
+    cpu = where == " on CPU"
+    found = budget.of_run(config, hf, float(gpu_gb), cpu)
     assert found.line in text.splitlines()
     assert found.refusals == ()
     if cpu:
         assert budget.for_cpu(config) or config.model.path in (Path("runs/models/base"), Path("runs/models/smollm2"))
+    ranks, over = divmod(config.trainer.ranks, config.cluster.trainer_nodes)
+    engines, left = divmod(config.engines.count, config.cluster.engine_nodes)
+    assert (over, left) == (0, 0)
+    if not budget.for_cpu(config) and path.parent.name == "cluster":
+        assert ranks == GPUS
+        assert engines * config.engines.tp == GPUS
+    if path.parent.name == "one-node":
+        assert f"asyncmoe run {path}\n" in text
+        assert f"--nodes=1 --gpus-per-node={GPUS} " in text
+        assert f"{ranks} train, {GPUS - ranks} generate" in text
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, marks=pytest.mark.thorough) if p.name in LONG else p for p in YAMLS], ids=str)
@@ -75,27 +73,3 @@ def test_its_weights_can_be_moved(path: Path) -> None:
         adapter=budget.serving(config, hf).adapter,
     )
     assert found.wire >= config.engines.count * found.model_bytes
-
-
-@every
-def test_nodes_hold_equally_many_ranks_and_engines(path: Path) -> None:
-    config, _ = configured(path)
-    ranks, over = divmod(config.trainer.ranks, config.cluster.trainer_nodes)
-    engines, left = divmod(config.engines.count, config.cluster.engine_nodes)
-    assert (over, left) == (0, 0)
-    if not budget.for_cpu(config) and path in CLUSTER:
-        assert ranks == GPUS
-        assert engines * config.engines.tp == GPUS
-
-
-@pytest.mark.parametrize("path", ONE_NODE, ids=str)
-def test_of_one_machine_every_gpu_is_taken_by_one_process(path: Path) -> None:
-    config, _ = configured(path)
-    (wanted,) = devices.wanted(config, several=False)
-    placed = devices.place(wanted, GPUS)
-    assert placed.taken == tuple(range(GPUS))
-    assert not placed.shared
-    text = (REPOSITORY / path).read_text()
-    assert f"asyncmoe run {path}\n" in text
-    assert f"--nodes=1 --gpus-per-node={GPUS} " in text
-    assert f"{config.trainer.ranks} train, {GPUS - config.trainer.ranks} generate" in text

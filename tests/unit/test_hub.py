@@ -13,19 +13,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from asyncmoe import config as configuration
 from asyncmoe import models, storage
-from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.launch import local
 from asyncmoe.launch.validate import validate
 from asyncmoe.models import hub, make
-from tests.configs import minimal
-
-
-def config(path: str) -> Config:
-    return minimal(model=path)
+from tests.configs import demo, minimal
 
 
 @pytest.fixture
@@ -53,7 +47,7 @@ def test_an_id_is_an_organisation_and_a_name_that_are_no_path_here(empty: Path, 
 
 
 def test_a_folder_of_models_that_is_not_there_is_not_asked_of_the_hub(empty: Path) -> None:
-    at_models = config("models/Qwen3-30B-A3B")
+    at_models = minimal(model="models/Qwen3-30B-A3B")
     assert hub.with_local_model(at_models) == at_models
     for refuse in (lambda: models.hf_config_of(at_models), lambda: validate(at_models)):
         with pytest.raises(DataError, match=r"^models/Qwen3-30B-A3B: got no such directory"):
@@ -62,7 +56,7 @@ def test_a_folder_of_models_that_is_not_there_is_not_asked_of_the_hub(empty: Pat
 
 def test_without_a_network_a_model_is_refused(empty: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.path: got org/name: .*http://127\.0\.0\.1:\d+ cannot be reached"):
-        hub.with_local_model(config("org/name"))
+        hub.with_local_model(minimal(model="org/name"))
 
 
 def test_a_model_in_the_cache_is_found_without_asking(empty: Path) -> None:
@@ -72,11 +66,11 @@ def test_a_model_in_the_cache_is_found_without_asking(empty: Path) -> None:
         folder.mkdir(parents=True)
     (kept / "refs" / "main").write_text(commit)
     (kept / "snapshots" / commit / "config.json").write_text("{}")
-    found = hub.with_local_model(config("org/name"), download=False)
+    found = hub.with_local_model(minimal(model="org/name"), download=False)
     assert found.model.path == kept / "snapshots" / commit
     assert models.load_hf_config(found.model.path) == {}
     with pytest.raises(DataError, match=r"model\.path: got org/other: LocalEntryNotFoundError"):
-        hub.with_local_model(config("org/other"), download=False)
+        hub.with_local_model(minimal(model="org/other"), download=False)
 
 
 @contextmanager
@@ -112,38 +106,20 @@ def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-    try:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
         yield sent
-    finally:
         server.shutdown()
-        thread.join()
-        server.server_close()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("hub") / "model"
-    make.make_model(out, MadeModel(), seed=0)
-    return out
-
-
-def example() -> Config:
-    """A run of org/name."""
-    text = (Path(__file__).parents[2] / "examples" / "demo.yaml").read_text()
-    kept = "\n".join(line for line in text.splitlines() if not line.startswith("  make:"))
-    Path("mine.yaml").write_text(kept)
-    return configuration.load(Path("mine.yaml"), ["model.path=org/name"])
-
-
-def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "check_engine_python", lambda configured: Path("python"))
-    names, config = sorted(path.name for path in model.iterdir()), example()
+    model = empty / "made"
+    make.make_model(model, MadeModel(), seed=0)
+    config, names = demo("model.path=org/name", "model.make=null"), sorted(path.name for path in model.iterdir())
     (model / "pytorch_model.bin").write_bytes(b"no run needs it")
     size = sum(path.stat().st_size for path in model.iterdir() if path.name in names)
     with serving(model, [*names, "pytorch_model.bin"], monkeypatch) as sent:
@@ -177,7 +153,7 @@ def test_a_repository_without_a_model_is_refused_before_it_is_fetched(
         (empty / name).write_bytes(b"{}")
     with serving(empty, names, monkeypatch) as sent:
         with pytest.raises(DataError) as caught:
-            hub.described(config("org/name"), empty / "scratch")
+            hub.described(minimal(model="org/name"), empty / "scratch")
         assert told in str(caught.value)
         assert sent == []
         with pytest.raises(DataError, match=r"^task\.path: got org/data: .*the hub answered"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
+from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, encode_routes, frames_in
 from benchmarks.unlogged import Unlogged
+from tests.unit.asynchronous import asynchronous
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -31,17 +33,10 @@ RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCABULARY)
 PROMPT = (3, 4, 5)
 RESPONSE = (7, 9, 11, 2)
 BAD = "g1.e1.a0.t0"
-PLACE = (Place(1, 0),)
 
 
-class Same:
-    """A task that always asks the same."""
-
-    def prompt(self, group: int) -> Prompt:
-        return Prompt("", PROMPT, "")
-
-    def demonstration(self, index: int) -> Demonstration:
-        raise NotImplementedError
+SAME: Any = SimpleNamespace(prompt=lambda group: Prompt("", PROMPT, ""))
+"""A task that always asks the same."""
 
 
 def routes(rows: int = len(PROMPT) + len(RESPONSE) - 1) -> np.ndarray:
@@ -75,10 +70,6 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
     return assemble([Turn(PROMPT, generation, 0)], place, recording, 1.0, {})
 
 
-def queue() -> BoundedQueue:
-    return BoundedQueue(Admission(BATCH, 2), Unlogged(), capacity=2 * BATCH, group_size=GROUP)
-
-
 ANSWERS: dict[str, dict[str, Any]] = {
     "no_routes": {"routes": None},
     "routes_out_of_range": {"routes": with_expert(8)},
@@ -94,16 +85,27 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 
 
-async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> None:
-    """Have group 1 spoilt by its second member, and train two steps and more on the others."""
-    held = queue()
+SHORT = encode_routes(routes(5), ROUTING, "routes of fewer tokens")
+SPOILT = [*((reason, changes, {}) for reason, changes in ANSWERS.items()), ("no_mask", {}, {"masks": None})]
+SPOILT += [("length_mismatch", {}, {"routes": SHORT})]
+
+
+@pytest.mark.parametrize(("reason", "of_answer", "of_record"), SPOILT)
+@asynchronous
+async def test_groups_with_a_bad_answer_or_record_are_left_out_and_named(
+    reason: str, of_answer: dict[str, Any], of_record: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Group 1 is spoilt by its second member; two steps and more are trained on the others."""
+    held = BoundedQueue(Admission(BATCH, 2), Unlogged(), capacity=2 * BATCH, group_size=GROUP)
 
     async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        return spoilt(place) if place.key() == BAD else record(place, answer())
+        if place.key() == BAD:
+            return dataclasses.replace(record(place, answer(**of_answer)), **of_record)
+        return record(place, answer())
 
     trained: list[int] = []
     worker = Worker(alone(play), GROUP, RECORDING)
-    producing = asyncio.create_task(Producer(held, Same(), worker, GROUP).run())  # type: ignore[arg-type]
+    producing = asyncio.create_task(Producer(held, SAME, worker, GROUP).run())  # type: ignore[arg-type]
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})
@@ -115,31 +117,11 @@ async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> No
     assert held.accounts.rejected == {reason: GROUP}
     assert held.ledger.trained == 3 * BATCH
     assert not producing.done()
-    producing.cancel()
-
-
-def check_log(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     # Threads that other tests have left behind may have their say too.
     ours = [entry for entry in caplog.records if entry.name.startswith("asyncmoe.rollout")]
-    lines = [entry.getMessage() for entry in ours if entry.levelno >= logging.WARNING]
-    assert len(lines) == 1
-    assert f"rejected for {reason}: " in lines[0]
-    assert f"{BAD}: " in lines[0]
-
-
-@pytest.mark.parametrize("reason", ANSWERS)
-def test_a_bad_answer_of_an_engine(reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(asyncio.wait_for(refusing(lambda place: record(place, answer(**ANSWERS[reason])), reason), 30))
-    check_log(caplog, reason)
-
-
-SHORT = encode_routes(routes(5), ROUTING, "routes of fewer tokens")
-
-
-@pytest.mark.parametrize(("reason", "changes"), [("no_mask", {"masks": None}), ("length_mismatch", {"routes": SHORT})])
-def test_a_bad_record(reason: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(asyncio.wait_for(refusing(lambda place: dataclasses.replace(record(place, answer()), **changes), reason), 30))
-    check_log(caplog, reason)
+    (line,) = [entry.getMessage() for entry in ours if entry.levelno >= logging.WARNING]
+    assert f"rejected for {reason}: " in line
+    assert f"{BAD}: " in line
 
 
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
@@ -155,70 +137,31 @@ def test_every_token_has_the_version_that_sampled_it() -> None:
     assert record.loss_mask.tolist() == [False] * 3 + [True] * 3
     assert record.versions.tolist() == [NOT_SAMPLED] * 3 + [4, 4, 5]
     np.testing.assert_array_equal(record.logprobs, np.array([0, 0, 0, -1, -1, -1], np.float32))
-    assert record.prefix_version == 4
-    assert not record.is_pure
 
 
 def test_only_a_prefix_of_the_first_tokens_version_is_trusted() -> None:
+    across = assembled(4, ("4", 0, 2), ("5", 2, 3))
+    assert (across.prefix_version, across.is_pure) == (4, False)
     assert assembled(4, ("4", 0, 3)).is_pure
     held_back = assembled(4, ("5", 0, 3))
-    assert held_back.prefix_version == NOT_SAMPLED
-    assert not held_back.is_pure
+    assert (held_back.prefix_version, held_back.is_pure) == (NOT_SAMPLED, False)
 
 
 # ---------------------------------------------------------------- what a trainer's stage fetches
 
 
-def long_record(group: int, episode: int) -> Trajectory:
-    response = tuple(np.random.default_rng(episode).integers(0, VOCABULARY, 500).tolist())
-    generation = Generation.of(
-        response,
-        (-1.0,) * len(response),
-        (VersionSpan("0", 0, len(response)),),
-        "length",
-        0,
-        plain(routes(len(PROMPT) + len(response) - 1)),
-        [[token] for token in response],
-    )
-    return record(EpisodeId(group, episode, 0), generation)
+@asynchronous
+async def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them() -> None:
+    """What is in such a part: tests/unit/test_trajectory.py."""
+    held = [record(EpisodeId(1, episode, 0), answer()) for episode in range(GROUP)]
+    worker = Worker(alone(Mock()), GROUP, RECORDING)  # which plays nothing
+    await worker.hold(held, 1)
 
+    async def fetch(*how: Any) -> Trajectory:
+        return decode(list(await worker.fetch((BAD,), (Place(1, 0),), *how)))
 
-async def unasked(prompt: Prompt, place: EpisodeId) -> Trajectory:
-    raise NotImplementedError
-
-
-def sizes(frames: Sequence[Any]) -> list[int]:
-    return [memoryview(frame).nbytes for frame in frames]
-
-
-def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them() -> None:
-    key, routes_at, masks_at = "g1.e1.a0.t0", frames_in(1) - 2, frames_in(1) - 1
-    whole = long_record(1, 1)
-    masks = whole.masks
-    unpacked = decode_routes(whole.routes, key)
-
-    async def body() -> None:
-        worker = Worker(alone(unasked), GROUP, RECORDING)
-        await worker.hold([long_record(1, episode) for episode in range(GROUP)], 1)
-
-        async def fetch(*how: Any) -> list[Any]:
-            return list(await worker.fetch((key,), PLACE, *how))
-
-        full = sizes(await fetch())
-        for layers in ((1, 2), (3, 4), (1, 4)):
-            sent = await fetch(layers, False)
-            got = decode(sent)
-            assert got.routes.layers == layers
-            assert got.masks is None
-            assert sizes(sent)[routes_at] * 2 == full[routes_at]
-            assert sizes(sent)[masks_at] == 0
-            np.testing.assert_array_equal(decode_routes(got.routes, key), unpacked[[layer - 1 for layer in layers]])
-            np.testing.assert_array_equal(got.tokens, whole.tokens)
-        last = decode(await fetch((4,), True))
-        assert last.masks.data == masks.data
-        assert full[masks_at] > 0
-        for absent in ((0,), (1, 5), (2, 1), (3, 3)):
-            with pytest.raises(ProtocolError, match=rf"{key}.*got layers \({absent[0]},.*expected some of \(1, 2, 3, 4\)"):
-                await fetch(absent)
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    first, last = await fetch((1, 2), False), await fetch((4,), True)
+    assert (first.routes.layers, first.masks) == ((1, 2), None)
+    assert (last.routes.layers, last.masks.data) == ((4,), held[1].masks.data)
+    with pytest.raises(ProtocolError, match=rf"{BAD}.*got layers \(1, 5\) to send, expected some of \(1, 2, 3, 4\)"):
+        await fetch((1, 5))

@@ -40,21 +40,12 @@ def test_every_import_is_in_an_extra_that_pyproject_declares() -> None:
     assert declared["cli"] <= declared["train"], "commands that start nothing work in a trainer's environment"
 
 
-@pytest.fixture
-def from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "from_checkout", lambda: False)
-
-
-@pytest.mark.usefixtures("from_pip")
 @pytest.mark.parametrize(
     ("module", "what", "extra"),
-    [
-        ("typer", "asyncmoe run", "train"),
-        ("yaml", "asyncmoe config", "cli"),
-        ("plotly", "asyncmoe report", "report"),
-    ],
+    [("typer", "asyncmoe run", "train"), ("yaml", "asyncmoe config", "cli"), ("plotly", "asyncmoe report", "report")],
 )
 def test_a_missing_module_is_one_line_with_the_extra(monkeypatch: pytest.MonkeyPatch, module: str, what: str, extra: str) -> None:
+    monkeypatch.setattr(installed, "from_checkout", lambda: False)
     monkeypatch.setattr(installed, "has", lambda name: False)
     monkeypatch.setattr(sys, "argv", what.split())
     refused = installed.explained(ModuleNotFoundError(name=f"{module}.part"))

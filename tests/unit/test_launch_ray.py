@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from asyncmoe.config import Config
@@ -31,28 +32,17 @@ def test_ranks_and_engines_are_spread_over_their_nodes() -> None:
     assert strategy(bundles(config(trainer={"ranks": 2}), gpus=True)) == "PACK"
 
 
-class Launched:
-    """What a launcher starts, of which nothing runs."""
-
-    returncode = 0
-
-    def __init__(self, place: str, launch: Launch) -> None:
-        self.place, self.launch = place, launch
-
-
-def launched(options: Config, trainers: int = 2, before: int = 0) -> list[Launched]:
-    engines = [(f"e{node}", machine) for node, machine in enumerate(engine_machines(options))]
-    places = [f"t{node}" for node in range(trainers)]
-    by: Any = Launcher(engines, places, Launched, lambda name: None, lambda epoch: ("10.0.0.3", 4000 + epoch))  # type: ignore[arg-type]
-    made: Any = [one for part in table(options, FILE, by).values() for one in part.start(before)]
-    return list(made)
-
-
 FILE = Path("/shared/run/config.yaml")
 
 
 def test_every_node_starts_the_processes_of_its_part() -> None:
-    found = launched(SPREAD, before=2)
+    engines = [(f"e{node}", machine) for node, machine in enumerate(engine_machines(SPREAD))]
+
+    def launched(place: str, launch: Launch) -> Any:
+        return SimpleNamespace(returncode=0, place=place, launch=launch)
+
+    by: Any = Launcher(engines, ["t0", "t1"], launched, lambda name: None, lambda epoch: ("10.0.0.3", 4000 + epoch))
+    found: list[Any] = [one for part in table(SPREAD, FILE, by).values() for one in part.start(2)]
     assert [(one.place, one.launch.name) for one in found] == [
         *(("e0", "controller"), ("e0", "engine.0"), ("e0", "engine.1"), ("e1", "engine.2"), ("t0", "trainer.0"), ("t1", "trainer.1"))
     ]

@@ -109,12 +109,7 @@ def test_one_writer_at_a_time(home: Home, tmp_path: Path) -> None:  # noqa: F811
 # ---------------------------------------------------------------- files: damage anywhere
 
 
-DAMAGE = st.one_of(
-    st.tuples(st.just("cut"), st.integers(0, 1 << 30), st.just(0)),
-    st.tuples(st.just("flip"), st.integers(0, 1 << 30), st.integers(1, 300)),
-    st.tuples(st.just("copy"), st.integers(0, 1 << 30), st.integers(1, 300)),
-    st.tuples(st.just("insert"), st.integers(0, 1 << 30), st.integers(1, 300)),
-)
+DAMAGE = st.tuples(st.sampled_from(["cut", "flip", "copy", "insert"]), st.integers(0, 1 << 30), st.integers(1, 300))
 
 
 @settings(max_examples=100, deadline=None)
@@ -202,7 +197,8 @@ class ForgetfulDisk:
             (folder / "1" / name).write_bytes(self.contents.get(inode, b""))
 
 
-def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, places = ForgetfulDisk(tmp_path / "log", monkeypatch), list[int]()
 
     async def one(log: Log, numbers: Iterator[int]) -> None:
@@ -215,12 +211,9 @@ def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path:
                 for before in places if number % 10 == 0 else ():
                     left.read_at(before)
 
-    async def write() -> None:
-        with closing(FileLog(tmp_path / "log", "run", "1", segment_bytes=400)) as log:
-            numbers = iter(range(60))
-            await asyncio.gather(*(one(log, numbers) for _ in range(4)))
-
-    asyncio.run(write())
+    with closing(FileLog(tmp_path / "log", "run", "1", segment_bytes=400)) as log:
+        numbers = iter(range(60))
+        await asyncio.gather(*(one(log, numbers) for _ in range(4)))
     assert len(disk.names) > 8
 
 
@@ -242,8 +235,10 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Home().log(tmp_path, "1")
 
 
-def test_a_disk_that_fails_is_told_to_all_that_wait_and_come_later(tmp_path: Path) -> None:
-    async def body(disk: Path) -> None:
+@asynchronous
+async def test_a_disk_that_fails_is_told_to_all_that_wait_and_come_later(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "2m") as disk:
+        (disk / "ballast").write_bytes(bytes(1 << 20))
         log = FileLog(disk / "log", "run", "1")
         await keep(log, b"first")
         failed = await asyncio.gather(*(keep(log, bytes(300_000)) for _ in range(8)), return_exceptions=True)
@@ -255,10 +250,6 @@ def test_a_disk_that_fails_is_told_to_all_that_wait_and_come_later(tmp_path: Pat
         (disk / "ballast").unlink()
         with closing(FileLog(disk / "log", "run", "1")) as log:
             assert bytes(next(log.read())[1]) == b"first"
-
-    with mounted(tmp_path / "disk", "2m") as disk:
-        (disk / "ballast").write_bytes(bytes(1 << 20))
-        asyncio.run(body(disk))
 
 
 @asynchronous
@@ -274,13 +265,9 @@ async def test_a_segment_that_is_deleted_while_it_is_written_fails_the_log(tmp_p
 
 
 @contextmanager
-def serving(folder: Path, **settings: str) -> Iterator[LocalRedis]:
-    server = LocalRedis(folder / "redis")
-    try:
-        server.configure(**settings)
+def serving(folder: Path) -> Iterator[LocalRedis]:
+    with closing(LocalRedis(folder / "redis")) as server:
         yield server
-    finally:
-        server.close()
 
 
 def redis_log(url: str, **options: Any) -> Log:
@@ -319,14 +306,12 @@ def test_a_server_that_is_not_there_or_refuses_the_user_is_one_line(tmp_path: Pa
 
 
 @needed()
-def test_a_request_that_is_sent_again_because_its_answer_was_lost_counts_once(tmp_path: Path) -> None:
-    async def body(log: Log) -> list[int]:
-        return [await keep(log, payload(number, 200)) for number in range(80)]
-
+@asynchronous
+async def test_a_request_that_is_sent_again_because_its_answer_was_lost_counts_once(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         link = LossyLink(server, tmp_path, 0.05, 3)
         with closing(redis_log(f"unix://{link.socket}")) as log:
-            places = asyncio.run(body(log))
+            places = [await keep(log, payload(number, 200)) for number in range(80)]
             assert link.lost > 3
             link.close()
         with closing(redis_log(server.url)) as log:
@@ -336,8 +321,9 @@ def test_a_request_that_is_sent_again_because_its_answer_was_lost_counts_once(tm
 
 
 @needed()
-def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_path: Path) -> None:
-    async def body(server: LocalRedis) -> None:
+@asynchronous
+async def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
         old = redis_log(server.url)
         await keep(old, b"one")
         old._beat = lambda: None  # type: ignore[method-assign]  # as if suspended: its lock expires
@@ -350,14 +336,12 @@ def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_pat
         with closing(redis_log(server.url)) as last:
             assert [bytes(data) for _, data in last.read()] == [b"one", b"two", b"three"]
 
-    with serving(tmp_path) as server:
-        asyncio.run(body(server))
-
 
 @needed()
 @pytest.mark.parametrize("how", ["full", "lost"])
-def test_what_a_server_has_lost_or_has_no_room_for_ends_the_log(tmp_path: Path, how: str) -> None:
-    async def body(server: LocalRedis) -> None:
+@asynchronous
+async def test_what_a_server_has_lost_or_has_no_room_for_ends_the_log(tmp_path: Path, how: str) -> None:
+    with serving(tmp_path) as server:
         log = redis_log(server.url)
         places = [await keep(log, payload(number, 1000)) for number in range(4)]
         with server.client() as client:
@@ -375,9 +359,6 @@ def test_what_a_server_has_lost_or_has_no_room_for_ends_the_log(tmp_path: Path, 
             log.close()
         with closing(redis_log(server.url)) as again:
             assert {*places[: 5 if how == "full" else 4]} <= {at for at, _ in again.read()}
-
-    with serving(tmp_path) as server:
-        asyncio.run(body(server))
 
 
 @needed()

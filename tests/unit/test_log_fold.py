@@ -21,8 +21,6 @@ from asyncmoe.queue.fold import LogState, RecordedGroup, RecordedLease, fold, re
 from asyncmoe.queue.records import GroupFinished, LeasedGroup, LogEntry, Start, StepLeased
 from tests.unit.log_lives import BATCH, SIZE, Home, live
 
-Entries = list[tuple[int, LogEntry]]
-
 
 @cache
 def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
@@ -119,7 +117,7 @@ def test_a_warm_up_that_is_trained_again_replays_all_of_what_came_after() -> Non
 
 def test_a_log_whose_oldest_segment_was_deleted_is_damaged() -> None:
     stands = records.RunStands(0, 0, 0)
-    whole: Entries = [(0, LogEntry(stands)), (60, LogEntry(Start(0))), (99, LogEntry(GroupFinished(0, 1, 0, SIZE, PLACE)))]
+    whole = [(0, LogEntry(stands)), (60, LogEntry(Start(0))), (99, LogEntry(GroupFinished(0, 1, 0, SIZE, PLACE)))]
     assert not fold(iter(whole)).damaged
     assert fold(iter(whole[1:])).damaged
     assert recover(fold(iter(whole[1:])), 0, 0, BATCH, "log").queued

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.queue.records import Start
+from asyncmoe.rpc.messages import Leased
 from tests.redis_server import needed
 from tests.unit.log_lives import BATCH, SIZE, Home, home_of, live
 from tests.unit.test_queue_model import make_group
@@ -108,12 +109,7 @@ class Program:
             self.model.ended.add(one.number)
 
     async def train(self) -> None:
-        step = self.model.step
-        leased = await self.life.queue.lease(step, "rl", BATCH, step, 0.0)
-        late = self.life.queue.take_requeued()
-        self.model.waiting += late
-        self.model.order += late
-        self.model.queued -= {one.number for one in late}
+        step, leased = self.model.step, await self.leased()
         if not leased.items:
             return
         answer = tuple((item.key, item.weight) for item in leased.items)
@@ -121,7 +117,6 @@ class Program:
         assert leased.replayed == (step in self.model.leases)
         assert self.model.leases.setdefault(step, answer) == answer, "a lease is replayed as it was"
         assert self.model.frames.setdefault(step, frames) == frames
-        self.model.queued -= {item.group for item in leased.items}
         if self.draw.random() < 0.1:
             await self.killed()
             return
@@ -187,15 +182,19 @@ class Program:
 
     async def leased_only(self) -> None:
         """The trainer is given a batch, and is lost before it has trained on it."""
-        step, held = self.model.step, self.life.queue
-        leased = await held.lease(step, "rl", BATCH, step, 0.0)
-        late = held.take_requeued()
+        leased = await self.leased()
+        if leased.items:
+            self.model.leases[self.model.step] = tuple((item.key, item.weight) for item in leased.items)
+            self.model.frames[self.model.step] = await self.life.fetched(leased)
+
+    async def leased(self) -> Leased:
+        """What the queue has for the next step; groups that are too old for it start again."""
+        leased = await self.life.queue.lease(self.model.step, "rl", BATCH, self.model.step, 0.0)
+        late = self.life.queue.take_requeued()
         self.model.waiting += late
         self.model.order += late
         self.model.queued -= {one.number for one in late} | {item.group for item in leased.items}
-        if leased.items:
-            self.model.leases[step] = tuple((item.key, item.weight) for item in leased.items)
-            self.model.frames[step] = await self.life.fetched(leased)
+        return leased
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from plan_steps import carry_out
 from reshard_ranks import blank, filled, numbered
+from test_models_plan import SMALL as TWO_LAYERS
 
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
@@ -25,11 +25,7 @@ from tests.configs import minimal
 from tests.unit.adapters import ALL, LATENT
 from tests.unit.adapters import shape as shape_with
 
-SMALL: dict[str, Any] = {
-    "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 4, "mlp_only_layers": [1],
-}  # fmt: skip
+SMALL = {**TWO_LAYERS, "num_hidden_layers": 4}
 MOE = family_of(SMALL).shape_of(SMALL)
 DENSE = family_of({"model_type": "qwen3"}).shape_of({**SMALL, "model_type": "qwen3"})
 LATENT_MOE = shape_with(layers=4, experts=4, hidden=8, width=4, dense=frozenset({1}), shared=6, attention=LATENT)

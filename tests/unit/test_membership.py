@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -32,7 +32,9 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.configs import demo
+from tests.unit.asynchronous import asynchronous
 from tests.unit.fake_engine import FakeEngine, coordinator_of
 
 
@@ -41,8 +43,15 @@ class Rig:
         self.config = config
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.published: list[int] = []
-        self.coordinator = coordinator_of(self.pool, self.published)
-        self.membership = Membership(config, self.pool, self.coordinator.updating)
+
+    @functools.cached_property
+    def coordinator(self) -> WeightUpdateCoordinator:
+        """Made in the test's loop."""
+        return coordinator_of(self.pool, self.published)
+
+    @functools.cached_property
+    def membership(self) -> Membership:
+        return Membership(self.config, self.pool, self.coordinator.updating)
 
     async def join(self, name: str, **changed: Any) -> Member:
         values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}
@@ -70,28 +79,13 @@ class Rig:
 
 
 @pytest.fixture
-def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """What `scene` makes a rig of, once there is a loop."""
+def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
     limits = "cluster.heartbeat_timeout_s=30", "rollout.request_timeout_s=5"
-    settings = "engines.join=true", "engines.count=2", f"run.dir={tmp_path}", *limits
-    return demo(*settings)
+    return Rig(demo("engines.join=true", "engines.count=2", f"run.dir={tmp_path}", *limits))
 
 
-def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine test with a rig."""
-
-    @functools.wraps(test)
-    def run(it: Config, **named: Any) -> None:
-        async def main() -> None:
-            await test(Rig(it), **named)
-
-        asyncio.run(main())
-
-    return run
-
-
-@scene
+@asynchronous
 async def test_one_that_joins_serves_from_its_first_version_on(it: Rig) -> None:
     await it.join("a")
     await it.publish(1)
@@ -103,55 +97,18 @@ async def test_one_that_joins_serves_from_its_first_version_on(it: Rig) -> None:
     assert it.published == [1, 2]
 
 
-@scene
-async def test_one_that_leaves_finishes_what_it_has(it: Rig) -> None:
-    await it.join("a")
-    member = await it.join("b")
-    await it.publish(1)
-    member.in_flight = 1
-    asked = asyncio.create_task(it.membership.handle(EngineAlive("b", 5.0)))
-    leaving = asyncio.create_task(it.membership.handle(EngineLeave("b")))
-    await asyncio.sleep(0.25)
-    assert [m.engine.name for m in it.pool.serving] == ["a"]
-    assert not leaving.done()
-    member.in_flight = 0
-    await asyncio.wait_for(leaving, 2)
-    assert [m.engine.name for m in it.pool.members] == ["a"]
-    assert (await asked) in (EngineOrder(), EngineOrder(finished=True))
-    assert [e.name for e in (await it.roster()).engines] == ["a"]
-
-
-class Workers:
-    """Rollout workers that have not yet received their tasks."""
-
-    def __init__(self) -> None:
-        self.told, self.unknown = False, 1
-
-    def tell(self) -> None:
-        self.told = True
-
-    async def late(self) -> int:
-        return self.unknown
-
-    async def close_gates(self) -> int:
-        return 0
-
-    def open_gates(self) -> None:
-        pass
-
-
-@scene
+@asynchronous
 async def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does(it: Rig) -> None:
     member = await it.join("a")
     await it.join("b")
     await it.publish(1)
-    it.pool.elsewhere = workers = Workers()
+    it.pool.elsewhere = workers = Mock(late=AsyncMock(return_value=1))  # a worker that has not yet received its tasks
     leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
-    while not workers.told:
+    while not workers.tell.called:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.25)
     assert member in it.pool.members
-    member.elsewhere, workers.unknown = 1, 0  # it says so, and what it has there
+    member.elsewhere, workers.late.return_value = 1, 0  # it says so, and what it has there
     await asyncio.sleep(0.25)
     assert member in it.pool.members
     member.elsewhere = 0
@@ -159,7 +116,7 @@ async def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does
     assert member not in it.pool.members
 
 
-@scene
+@asynchronous
 async def test_one_that_falls_silent_is_dead(it: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await it.join("a")
     silent, begin = await it.join("b"), time.monotonic()
@@ -174,7 +131,7 @@ async def test_one_that_falls_silent_is_dead(it: Rig, monkeypatch: pytest.Monkey
     assert order.why
 
 
-@scene
+@asynchronous
 async def test_a_controller_that_stood_still_takes_nobody_for_dead(it: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     member = await it.join("a")
     it.pool.fence_dead()
@@ -188,7 +145,7 @@ async def test_a_controller_that_stood_still_takes_nobody_for_dead(it: Rig, monk
     assert member.fenced is not None, "and there were none"
 
 
-@scene
+@asynchronous
 async def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(it: Rig) -> None:
     await it.join("a")
     await it.join("b")
@@ -199,7 +156,7 @@ async def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_agai
     assert again.fenced is None
 
 
-@scene
+@asynchronous
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -222,7 +179,7 @@ async def test_who_may_not_join(it: Rig, changed: dict[str, Any], error: type[As
     assert len(it.pool.members) == 1
 
 
-@scene
+@asynchronous
 @pytest.mark.parametrize("fenced", [True, False])
 async def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
     it: Rig, monkeypatch: pytest.MonkeyPatch, fenced: bool
@@ -243,7 +200,7 @@ async def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_witho
     assert it.pool.members == [new] != [old]
 
 
-@scene
+@asynchronous
 async def test_strangers_and_the_missing_are_named(it: Rig) -> None:
     with pytest.raises(ProtocolError, match="b: no engine of that name"):
         await it.membership.handle(EngineAlive("b", 1.0))
@@ -254,7 +211,7 @@ async def test_strangers_and_the_missing_are_named(it: Rig) -> None:
     await it.membership.wait_joined(2, 0.2)
 
 
-@scene
+@asynchronous
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
 async def test_all_nodes_may_be_asked_to_stop_at_once(it: Rig, first: int, in_flight: int) -> None:
@@ -268,13 +225,14 @@ async def test_all_nodes_may_be_asked_to_stop_at_once(it: Rig, first: int, in_fl
         leaving.append(asyncio.create_task(it.membership.handle(end)))
         await asyncio.sleep(0.3)
     assert [task.done() for task in leaving] == [not in_flight] * 2
+    assert [m.engine.name for m in it.pool.serving] == ["b"]
     member.in_flight = 0
     assert set(await asyncio.gather(*leaving)) == {Done(), EngineNodes(finished=True)}
-    assert [m.engine.name for m in it.pool.members] == ["b"]
+    assert [e.name for e in (await it.roster()).engines] == [m.engine.name for m in it.pool.members] == ["b"]
     assert await it.membership.handle(EngineAlive("a", 0.0)) == EngineOrder(finished=True)
 
 
-@scene
+@asynchronous
 async def test_one_that_comes_again_while_it_still_leaves_ends_nothing(it: Rig) -> None:
     member = await it.join("a")
     member.in_flight = 1
@@ -285,7 +243,7 @@ async def test_one_that_comes_again_while_it_still_leaves_ends_nothing(it: Rig) 
     await leaving
 
 
-@scene
+@asynchronous
 async def test_a_node_of_an_earlier_start_ends_nobody(it: Rig) -> None:
     member = await it.meet(("0", "1"))
     assert await it.membership.handle(EngineNodeEnd("a", 1, "earlier")) == EngineNodes(finished=True)

@@ -157,13 +157,8 @@ def test_a_rank_alone_holds_the_model(hf: dict[str, Any]) -> None:
     assert held.nbytes == 4 * whole.all + biases
 
 
-def test_a_token_in_a_cache_of_small_vectors() -> None:
-    """Which are not divided over tensor-parallel ranks: 61 layers of 512 + 64."""
-    for parallel in (EngineParallel(), EngineParallel(8, 8), EngineParallel(16, 16)):
-        assert memory.kv_bytes(DEEPSEEK, parallel, "bfloat16") == 70_272
-
-
-def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
+def test_an_engine_keeps_the_layer_that_leads_up_twice_and_small_vectors_whole() -> None:
+    """A token in the cache: 61 layers of 512 + 64, which are not divided over tensor-parallel ranks."""
     found = memory.engine(DEEPSEEK, EngineParallel(16, 16), EngineMemory(1000)).parts
     assert found["derived"] == 61 * 2 * 128 * 256 * 512 // 16
     assert found["KV cache"] == 70_272_000

@@ -16,23 +16,19 @@ from tests.unit.test_batch import trajectory
 
 GRID = BatchGrid(tp=2)
 LENGTHS: tuple[list[int], ...] = ([3, 4], [5], [], [1, 1, 2])
+PARTS = ((0, 1), (2,), (), (3, 4, 5))
 
 
 def made(count: list[int] | None = None) -> MicroBatches:
     known = {i: trajectory(length, 1, i) for i, length in enumerate(length for one in LENGTHS for length in one)}
-    at = 0
-    parts = []
-    for lengths in LENGTHS:
-        parts.append(tuple(range(at, at + len(lengths))))
-        at += len(lengths)
 
     def make(number: int) -> MicroBatch:
         if count is not None:
             count.append(number)
-        return batch.pack(known, parts[number], advantages=np.zeros(at), weights=np.ones(at), grid=GRID, packed=True)
+        return batch.pack(known, PARTS[number], advantages=np.zeros(6), weights=np.ones(6), grid=GRID, packed=True)
 
     rows = [batch.rows_of(lengths, GRID) for lengths in LENGTHS]
-    return MicroBatches(make, rows, [batch.places_of(part, lengths, GRID) for part, lengths in zip(parts, LENGTHS, strict=True)])
+    return MicroBatches(make, rows, [batch.places_of(part, lengths, GRID) for part, lengths in zip(PARTS, LENGTHS, strict=True)])
 
 
 def test_rows_and_places_are_known_before_anything_is_packed() -> None:

@@ -23,17 +23,14 @@ FAMILY = family_of(HF)
 GRIDS = [
     MegatronParallel(),
     MegatronParallel(tp=2, etp=2),
-    MegatronParallel(pp=2),
     MegatronParallel(pp=4, te=True),
     MegatronParallel(dp=2, ep=2),
     MegatronParallel(tp=2, ep=2),
-    MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True),
     MegatronParallel(tp=4, ep=2, etp=2, dp=2),
     MegatronParallel(tp=2, ep=4, etp=1, dp=4, te=True),
     MegatronParallel(dp=3),
     MegatronParallel(pp=2, vpp=2),
     MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True, vpp=2),
-    MegatronParallel(pp=2, first_layers=1),
     MegatronParallel(pp=2, first_layers=3, last_layers=1),
     MegatronParallel(pp=3, last_layers=2, dp=2, ep=2),
 ]
@@ -159,7 +156,6 @@ def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: Megatr
 
 
 STAGES = [
-    (8, MegatronParallel(pp=2)),
     (8, MegatronParallel(pp=2, vpp=4)),
     (24, MegatronParallel(pp=4, vpp=3)),
     (7, MegatronParallel(pp=3, first_layers=1)),

@@ -45,7 +45,6 @@ SIZES = [
     ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2),
     ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
     ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
-    ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4),
     ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8),
     ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8),
 ]
@@ -80,9 +79,7 @@ def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParalle
 @pytest.mark.parametrize(
     ("model", "billions"),
     [
-        ("Qwen3-30B-A3B", 30.5),
         ("Qwen3-235B-A22B", 235),
-        ("DeepSeek-V3", 671),
         ("Kimi-K2", 1000),
         ("Moonlight-16B-A3B", 16),
         ("GLM-4.5", 355),

@@ -162,7 +162,6 @@ QWEN = {**MODELS["qwen3_moe"], "mlp_only_layers": []}
         ({}, {"trainer": {"dtype": "bfloat16", "optimizer": {"distributed": True}}}, ()),
         ({}, {"train": "lora"}, ("train: got lora, expected full, as step-00000004 has it; set train=full, or choose another ",)),
         ({}, {"trainer": {"ranks": 2, "tp": 2}}, ()),
-        ({}, {}, ()),
     ],
 )
 def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(

@@ -24,7 +24,7 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 from tests.configs import demo
-from tests.unit.asynchronous import until
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -110,16 +110,13 @@ def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a coroutine test with a site, whose agents end with it."""
 
+    @asynchronous
     @functools.wraps(test)
-    def run(it: Site, **named: Any) -> None:
-        async def bounded() -> None:
-            try:
-                async with asyncio.timeout(30):
-                    await test(it, **named)
-            finally:
-                await it.end()
-
-        asyncio.run(bounded())
+    async def run(it: Site, **named: Any) -> None:
+        try:
+            await test(it, **named)
+        finally:
+            await it.end()
 
     return run
 

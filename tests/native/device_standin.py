@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,15 +228,11 @@ def torch_cuda(machine: Machine) -> dict[str, Any]:
     """What of torch.cuda is used here."""
     using = threading.local()
 
-    class Within:
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        def __enter__(self) -> None:
-            self._before, using.stream = getattr(using, "stream", None), self._stream
-
-        def __exit__(self, *_: object) -> None:
-            using.stream = self._before
+    @contextmanager
+    def within(stream: Any) -> Iterator[None]:
+        before, using.stream = getattr(using, "stream", None), stream
+        yield
+        using.stream = before
 
     def empty_cache() -> None:
         machine.relieved += 1
@@ -247,7 +244,7 @@ def torch_cuda(machine: Machine) -> dict[str, Any]:
         "current_device": lambda: machine.current,
         "set_device": lambda device: machine.call("swap", torch.device("cuda", device).index if isinstance(device, int) else device.index),
         "Stream": lambda device: TorchStream(machine, device),
-        "stream": Within,
+        "stream": within,
         "current_stream": lambda device=None: getattr(using, "stream", None),
         "synchronize": lambda device=None: None,
         "empty_cache": empty_cache,

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,19 +41,9 @@ def reset(machine: Machine) -> None:
 
 
 def in_thread(act: Callable[[], Any]) -> Any:
-    """What it returns or raises in a new thread, of which the device is 0."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(act())
-        except BaseException as error:  # noqa: BLE001  looked at by the test
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    return found[0]
+    """What it returns in a new thread, of which the device is 0."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(act).result(30)
 
 
 def test_an_address_does_not_depend_on_the_current_device(machine: Machine) -> None:

@@ -7,8 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from reshard_gpu_fakes import FakeGpu, bytes_of
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeout
+from asyncmoe.process import wait_until
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Transport, plan
 from asyncmoe.reshard.nccl import Origin, make_unique_id, origin
 from asyncmoe.reshard.nccl_transport import NcclTransport
@@ -153,7 +153,7 @@ def test_the_settings_lie_where_the_installed_header_says(tmp_path: Path) -> Non
     subprocess.run(["gcc", "-fsyntax-only", f"-I{tmp_path}", f"-I{found.parent}", str(source)], check=True, timeout=60)
 
 
-def test_the_end_of_an_exchanger_ends_the_communicator(library: str) -> None:
+def test_the_end_of_an_exchanger_ends_the_communicator(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By destroying it after runs that went well, by aborting it after one that did not: also while another thread waits in it."""
     builder = LayoutBuilder(0, "int32")
     builder.place("w", (4,), [("w", Box((0,), (4,)), (0,))])
@@ -166,27 +166,14 @@ def test_the_end_of_an_exchanger_ends_the_communicator(library: str) -> None:
     well.close()
     assert calls(library)[-1] == "destroy"
     assert calls(library).count("destroy") == 1
-    os.environ["FAKE_NCCL_STATE"] = "7"
-    try:
-        nccl = transport(library, 2)
-        failing = Exchanger(made, nccl, timeout_s=60)
-        failing.bind(arrays)
-        ended: list[str] = []
-
-        def run() -> None:
-            try:
-                failing.run()
-            except TransferError as error:
-                ended.append(str(error))
-
-        running = threading.Thread(target=run)
-        running.start()
-        while calls(library)[-1] != "end":
-            time.sleep(0.01)
+    monkeypatch.setenv("FAKE_NCCL_STATE", "7")
+    failing = Exchanger(made, transport(library, 2), timeout_s=60)
+    failing.bind(arrays)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(failing.run)
+        assert wait_until(lambda: calls(library)[-1] == "end", 10)
         failing.close()
-        running.join(5)
-        assert "ended" in ended[0]
-    finally:
-        del os.environ["FAKE_NCCL_STATE"]
+        with pytest.raises(TransferError, match="ended"):
+            running.result(5)
     assert calls(library)[-1] == "abort"
     assert calls(library).count("abort") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from device_standin import TOTAL, Machine, machine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reshard_gpu_fakes import bytes_of
-from reshard_ranks import Arrays, ThreadTransport, Wires, blank, filled, numbered, on_ranks
+from reshard_ranks import Stripes, ThreadTransport, Wires, numbered, on_ranks
 from test_reshard_delta import DENSITIES, Case, apart, large, ranks_of, step
 from test_reshard_random import cases
 
 from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.memory import DeviceBuffer
 
 __all__ = ["machine"]
@@ -44,36 +44,23 @@ class GpuTransport(ThreadTransport):
         super().exchange([(r, bytes_of(b)) for r, b in sends], [(r, bytes_of(b)) for r, b in receives], timeout_s)
 
 
-SHAPES = {"w": (61, 90)}
-VALUES = numbered(SHAPES, np.int16)
+STRIPES = Stripes(2, (62, 90))
 
 
-def striped(rank: int, by_column: bool) -> RankLayout:
-    builder = LayoutBuilder(rank, "int16")
-    builder.stack("w", [("w", Box((0, 45 * rank), (61, 45)) if by_column else Box((31 * rank, 0), ((31, 30)[rank], 90)))])
-    return builder.build()
+def prepared(damage: Callable[[int, int, int, np.ndarray], None] | None = None) -> list[Exchanger]:
+    """The exchangers of both ranks."""
+    ends = enumerate((ThreadTransport, GpuTransport))
+    wires = Wires(damage)
+    return [Exchanger(STRIPES.plan, kind(rank, wires), bucket_bytes=1001, timeout_s=20, threads=1) for rank, kind in ends]
 
 
-def prepared(wires: Wires) -> list[tuple[Exchanger, Arrays]]:
-    """The exchangers of both ranks, and what they receive into."""
-    made, found = plan(SHAPES, [striped(r, False) for r in range(2)], [striped(r, True) for r in range(2)]), []
-    for rank, kind in enumerate((ThreadTransport, GpuTransport)):
-        mine, got = filled(striped(rank, False), VALUES, np.int16), blank(striped(rank, True), np.int16)
-        exchanger = Exchanger(made, kind(rank, wires), bucket_bytes=1001, timeout_s=20, threads=1)
-        exchanger.bind(*((there(mine), there(got)) if rank else (mine, got)))
-        found.append((exchanger, got))
-    return found
+def play(ends: list[Exchanger], times: int = 1) -> dict[int, BaseException]:
+    return on_ranks(range(2), lambda rank: STRIPES.run(rank, ends[rank], times, there if rank else dict))
 
 
 @pytest.mark.usefixtures("machine")
 def test_a_gpu_and_a_cpu_understand_each_other() -> None:
-    ends = prepared(Wires())
-    for _ in range(3):
-        assert on_ranks(range(2), lambda rank: ends[rank][0].run()) == {}
-        for rank, (_, got) in enumerate(ends):
-            for name, expected in filled(striped(rank, True), VALUES, np.int16).items():
-                np.testing.assert_array_equal(got[name], expected)
-                got[name].fill(-1)
+    assert play(prepared(), 3) == {}
 
 
 @pytest.mark.usefixtures("machine")
@@ -82,21 +69,22 @@ def test_damage_is_found_at_the_end_of_a_run(number: int, place: int) -> None:
     """In the content of the first, and in the digest of the second message to the GPU."""
 
     def damage(source: int, destination: int, count: int, message: np.ndarray) -> None:
-        message[place] ^= (destination, count) == (1, number)
+        message[place] ^= (source, destination, count) == (0, 1, number)
 
-    ends = prepared(Wires(damage))
-    errors = on_ranks(range(2), lambda rank: ends[rank][0].run())
+    ends = prepared(damage)
+    errors = play(ends)
     assert isinstance(errors.pop(1), TransferError)
     assert errors == {}
     with pytest.raises(InvariantBroken, match="make a new one"):
-        ends[1][0].run()
+        ends[1].run()
 
 
 @pytest.mark.usefixtures("machine")
 def test_copies_that_never_end() -> None:
-    ends = prepared(Wires())
-    ends[1][0]._gpu._end.wait = lambda timeout_s: False  # type: ignore[union-attr,method-assign]
-    (error,) = on_ranks(range(2), lambda rank: ends[rank][0].run()).values()
+    ends = prepared()
+    assert play(ends) == {}
+    ends[1]._gpu._end.wait = lambda timeout_s: False  # type: ignore[union-attr,method-assign]
+    (error,) = on_ranks(range(2), lambda rank: ends[rank].run()).values()
     assert error.whom == "cuda:1"
 
 

@@ -18,6 +18,13 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
     return run
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition, for at most sixty seconds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def settle() -> None:
     """Let the loop's other tasks run as far as they can."""
     for _ in range(10):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from plan_steps import box_view, carry_out
-from reshard_ranks import Arrays
+from plan_steps import carry_out
+from reshard_ranks import Arrays, view
 from test_reshard_copy import mix
 
 from asyncmoe.reshard import PADDING, DeltaDecoder, DeltaEncoder, DeltaSize, Plan, RankLayout
@@ -32,8 +32,7 @@ def oracle_digest(shapes: Shapes, layout: RankLayout, arrays: Arrays) -> int:
         array = arrays[piece.storage]
         if piece.tensor == PADDING:
             continue
-        raw = array.view(f"u{array.itemsize}")
-        bits = box_view(raw, piece.offset * raw.itemsize, np.array(piece.box.extent), np.array(piece.strides) * raw.itemsize)
+        bits = view(array.view(f"u{array.itemsize}"), piece)
         for place in np.ndindex(*piece.box.extent):
             index = 0
             for i, start, size in zip(place, piece.box.start, shapes[piece.tensor], strict=True):

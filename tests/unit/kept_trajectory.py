@@ -43,8 +43,7 @@ def masks_of(rows: Sequence[Sequence[int]], vocabulary: int) -> Masks:
 def distinct(random: np.random.Generator, rows: int, layers: int, top_k: int, experts: int) -> np.ndarray:
     """int32[rows, layers, top_k]: of a token no expert of a layer twice, in any order."""
     gaps = np.sort(random.integers(0, experts - top_k + 1, (rows, layers, top_k), dtype=np.int32), axis=2)
-    routes: np.ndarray = random.permuted(gaps + np.arange(top_k, dtype=np.int32), axis=2)
-    return routes
+    return random.permuted(gaps + np.arange(top_k, dtype=np.int32), axis=2)
 
 
 def trajectory(length: int, seed: int, routing: Routing = ROUTING) -> tuple[Trajectory, np.ndarray, list[list[int]]]:

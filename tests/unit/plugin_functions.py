@@ -48,8 +48,7 @@ def young(rows: PolicyRows, ages: int = 0) -> tuple[torch.Tensor, dict[str, torc
 def centred(responses: Responses) -> np.ndarray:
     """The built-in "dr_grpo"."""
     mean = np.bincount(responses.groups, responses.rewards) / np.bincount(responses.groups)
-    value: np.ndarray = responses.rewards - mean[responses.groups]
-    return value
+    return responses.rewards - mean[responses.groups]
 
 
 def no_argument() -> None: ...

@@ -32,14 +32,12 @@ def packed(page: str, name: str) -> bytes:
 
 def data_of(path: Path) -> list[dict[str, Any]]:
     """The runs of a page."""
-    found: list[dict[str, Any]] = json.loads(packed(path.read_text(), "data"))["runs"]
-    return found
+    return json.loads(packed(path.read_text(), "data"))["runs"]
 
 
 def groups_of(path: Path, run: int = 0) -> list[dict[str, Any]]:
     """A run's groups in a page."""
-    found: list[dict[str, Any]] = json.loads(packed(path.read_text(), f"groups-{run}"))
-    return found
+    return json.loads(packed(path.read_text(), f"groups-{run}"))
 
 
 def figures_of(path: Path) -> dict[str, dict[str, dict[str, Any]]]:

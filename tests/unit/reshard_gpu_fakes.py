@@ -73,5 +73,4 @@ class FakeGpu(Gpu):
 def bytes_of(buffer: DeviceBuffer) -> np.ndarray:
     """A view of a buffer of a `FakeGpu`."""
     start = buffer.address - buffer.owner.ctypes.data
-    view: np.ndarray = buffer.owner[start : start + buffer.nbytes]
-    return view
+    return buffer.owner[start : start + buffer.nbytes]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from asyncmoe.reshard import PADDING, Box, Exchanger, LayoutBuilder, Piece, Plan, RankLayout, Transport, exchange, plan
+from asyncmoe.reshard import PADDING, Box, Exchanger, LayoutBuilder, Piece, Plan, RankLayout, exchange, plan
 
 Arrays = dict[str, np.ndarray]
 
@@ -67,22 +69,11 @@ def run_ranks(made: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays],
         raise next(iter(failures.values()))
 
 
-def on_ranks(ranks: Iterable[int], play: Callable[[int], object]) -> dict[int, BaseException]:
+def on_ranks(ranks: Collection[int], play: Callable[[int], object]) -> dict[int, BaseException]:
     """Play ranks in threads; return what they raised, by rank."""
-    failures: dict[int, BaseException] = {}
-
-    def run(rank: int) -> None:
-        try:
-            play(rank)
-        except BaseException as error:  # noqa: BLE001 (looked at by the test)
-            failures[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return dict(sorted(failures.items()))
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        played = {rank: threads.submit(play, rank) for rank in sorted(ranks)}
+        return {rank: error for rank, one in played.items() if (error := one.exception(60)) is not None}
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: type = np.int32) -> Arrays:
@@ -106,7 +97,7 @@ def filled(layout: RankLayout, values: Mapping[str, np.ndarray], dtype: type = n
     arrays = blank(layout, dtype)
     for piece in layout.pieces:
         part = 0 if piece.tensor == PADDING else inside(values[piece.tensor], piece.box)
-        _view(arrays[piece.storage], piece)[...] = part
+        view(arrays[piece.storage], piece)[...] = part
     return arrays
 
 
@@ -114,15 +105,9 @@ def inside(values: np.ndarray, box: Box) -> np.ndarray:
     return values[(..., *(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True)))]
 
 
-def _view(array: np.ndarray, piece: Piece) -> np.ndarray:
+def view(array: np.ndarray, piece: Piece) -> np.ndarray:
     strides = [s * array.itemsize for s in piece.strides]
     return np.lib.stride_tricks.as_strided(array.reshape(-1)[piece.offset :], piece.box.extent, strides)
-
-
-def wired_transports(ranks: int) -> list[Transport]:
-    """One transport for each of some threads."""
-    wires = Wires()
-    return [ThreadTransport(rank, wires) for rank in range(ranks)]
 
 
 def single(rank: int, storage: str, tensor: str, box: Box, dtype: str = "int32") -> RankLayout:
@@ -153,10 +138,10 @@ class Stripes:
         for name, expected in filled(self.destination[rank], self.values).items():
             np.testing.assert_array_equal(got[name], expected + 1000 * number)
 
-    def run(self, rank: int, exchanger: Exchanger, times: int) -> None:
-        """Exchange again and again, in host memory."""
+    def run(self, rank: int, exchanger: Exchanger, times: int, there: Callable[[Arrays], Any] = dict) -> None:
+        """Exchange again and again, in host memory, which may be `there` to the exchanger."""
         mine, got = self.sent(rank), blank(self.destination[rank])
-        exchanger.bind(mine, got)
+        exchanger.bind(there(mine), there(got))
         for number in range(times):
             for name, array in self.sent(rank, number).items():
                 mine[name][...] = array

@@ -84,8 +84,7 @@ def test_columns_are_read_only_and_complete() -> None:
 
 def of_gdpo(items: Sequence[Item], weights: Named | None = None) -> list[float]:
     options = None if weights is None else {"weights": dict(weights)}
-    found: list[float] = outcome_advantages(items, ObjectiveSection(advantage="gdpo", advantage_options=options))[0].tolist()
-    return found
+    return outcome_advantages(items, ObjectiveSection(advantage="gdpo", advantage_options=options))[0].tolist()
 
 
 def test_gdpo_sums_each_metric_or_those_with_a_weight() -> None:

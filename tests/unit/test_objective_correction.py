@@ -16,12 +16,11 @@ from asyncmoe.trainer.objective.surrogate import loglinear
 from tests.unit.test_objective import rows
 
 
-def batch(log_rho: list[list[float]], advantages: list[float] | None = None, versions: list[list[int]] | None = None) -> Rows:
+def batch(log_rho: list[list[float]], versions: list[list[int]] | None = None) -> Rows:
     """Sequences whose proximal policy is 0 and whose engine is minus the given log-ratios."""
     lengths = [len(s) for s in log_rho]
     flat = rows(
         weights=np.repeat(token_weights(lengths, "token_mean"), lengths).tolist(),
-        advantages=np.repeat(advantages or [1.0] * len(lengths), lengths).tolist(),
         behaviour=[-x for s in log_rho for x in s],
     )
     of = torch.tensor([v for s in versions for v in s], dtype=torch.int32) if versions else flat.versions

@@ -23,7 +23,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
 
@@ -277,8 +277,7 @@ async def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(
     second = [*first, (await ask(session, first))[0], user("b")]
     hang = True
     slow = asyncio.create_task(ask(session, second))
-    while not policy.hanging:
-        await asyncio.sleep(0)
+    await until(lambda: policy.hanging)
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
     hang = False

@@ -19,6 +19,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
+from tests.unit.asynchronous import until
 from tests.unit.openai_policy import Policy
 from tests.unit.openai_served import MESSAGES, post, says, served
 
@@ -81,13 +82,11 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0) as impatient:
             asking = asyncio.create_task(impatient.chat.completions.create(model="policy", messages=MESSAGES))
-            while not policy.hanging:
-                await asyncio.sleep(0.01)
+            await until(lambda: policy.hanging)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-        while not policy.cancelled:
-            await asyncio.sleep(0.01)
+        await until(lambda: policy.cancelled)
         policy.say = openai_policy.text(known, "hello")
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as patient:
             await patient.chat.completions.create(model="policy", messages=MESSAGES)
@@ -156,8 +155,7 @@ def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None
                 return int(reply.status)
 
         asking = asyncio.create_task(status())
-        while not policy.hanging:
-            await asyncio.sleep(0.01)
+        await until(lambda: policy.hanging)
         await endpoint.end(session)
         assert (await asking, await status()) == (503, 401)
         await endpoint.close()
@@ -198,8 +196,7 @@ def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Token
     async def client(url: str, session: Session) -> None:
         async with post(url, session, body) as reply:
             assert [await reply.content.readline() for _ in range(4)] == [b": sampling\n", b"\n"] * 2
-        while not policy.cancelled:
-            await asyncio.sleep(0.01)
+        await until(lambda: policy.cancelled)
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             streams = [
                 await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True),

@@ -24,8 +24,7 @@ REFUSED = (ValueError, RecursionError, EngineError)
 
 
 def whole(answer: Mapping[str, Any]) -> bytes:
-    made = packed(answer, base64.b64decode)
-    return made
+    return packed(answer, base64.b64decode)
 
 
 def as_plain(given: Generation) -> list[Any]:

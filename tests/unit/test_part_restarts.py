@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local, rule, watch
-from asyncmoe.process import Child
+from asyncmoe.process import Child, wait_until
 from asyncmoe.telemetry import processes
 from tests.configs import demo
 from tests.unit.supervised import supervised
@@ -110,9 +109,7 @@ def test_what_a_lost_launcher_has_left_is_ended_first(tmp_path: Path, monkeypatc
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.5)
     command = [sys.executable, "-c", (RANK + RECORDS).format(str(ROOT), role), str(tmp_path)]
     left = Child(role, command, tmp_path / "left.log")
-    while not (tmp_path / processes.FOLDER / f"{role}.json").exists():
-        assert left.returncode is None, left.output()
-        time.sleep(0.02)
+    assert wait_until((tmp_path / processes.FOLDER / f"{role}.json").exists, 60), left.output()
     processes.record(tmp_path, "supervisor")
     local.end_left(tmp_path, engines=True)
     assert left.returncode is None, "its launcher runs"

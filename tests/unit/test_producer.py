@@ -23,7 +23,7 @@ from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Trajectory
 from benchmarks.unlogged import Unlogged
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, until
 
 GROUP, BATCH = 4, 8
 Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
@@ -55,12 +55,6 @@ def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
 
 def queue(max_staleness: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
     return BoundedQueue(Admission(BATCH, max_staleness), Unlogged(), capacity=capacity, group_size=GROUP, demonstrations=demonstrations)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def produce(

@@ -21,6 +21,7 @@ from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from asyncmoe.trajectory import TOP
 from tests.unit.log_lives import Home
+from tests.unit.test_packed_answers import as_plain
 
 KEY = EpisodeId(0, 0, 0)
 
@@ -70,12 +71,7 @@ def said(turns: Sequence[Turn]) -> list[int]:
 
 def everything(turns: Sequence[Turn]) -> list[Any]:
     """All that turns have, for comparison."""
-    found: list[Any] = []
-    for turn in turns:
-        g = turn.generation
-        arrays = g.tokens, g.logprobs, *(() if g.masks is None else (g.masks.counts, g.masks.ids)), g.top
-        found.append((turn.given, turn.salt, g.spans, g.finish, g.cached_tokens, g.routes, [(str(a.dtype), a.tolist()) for a in arrays]))
-    return found
+    return [(turn.given, turn.salt, as_plain(turn.generation)) for turn in turns]
 
 
 def test_a_whole_answer_is_recalled_with_all_it_has(tmp_path: Path) -> None:

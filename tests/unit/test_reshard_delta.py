@@ -1,11 +1,9 @@
-"""The delta codec: several versions in a row against full exchanges, and doubtful, damaged or hostile input."""
+"""The delta codec: several versions in a row against full exchanges, and doubtful, damaged or hostile input. Over transports:
+test_delta_updates.py."""
 
 from __future__ import annotations
 
-import secrets
 import struct
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,12 @@ import pytest
 from delta_ranks import Ranks, change
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_ranks import Arrays, blank, filled, numbered, single, wired_transports
+from reshard_ranks import Arrays, ThreadTransport, Wires, blank, filled, numbered, single
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.layout import whole
-from asyncmoe.reshard.shm_transport import ShmTransport
 from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.001, 0.01, 0.5, 1.0)
@@ -118,60 +115,11 @@ def test_destinations_of_equal_layouts_share_base_and_messages() -> None:
     ranks.check({"w": shape}, [matrix(r, shape) for r in (1, 2, 3)])
 
 
-# ---------------------------------------------------------------- through an exchange
-
-
-def carried(ranks: Ranks, transports: Mapping[int, Any], bucket_bytes: int) -> Callable[[int, bool], None]:
-    """Return what brings a version over an exchange, as a delta or whole."""
-    exchangers: dict[int, Exchanger] = {}
-
-    def make(rank: int) -> None:
-        exchangers[rank] = Exchanger(ranks.plan, transports[rank], bucket_bytes=bucket_bytes, timeout_s=10.0, delta=True)
-        exchangers[rank].bind(ranks.sources.get(rank), ranks.destinations.get(rank))
-
-    def update(version: int, coded: bool) -> None:
-        for sender in ranks.senders.values():
-            if coded:
-                sender.encode(version, limit_bytes=1 << 40)
-            else:
-                sender.full(version)
-        for rank, receiver in ranks.receivers.items():
-            if coded:
-                receiver.expect({source: sender.sizes(rank) for source, sender in ranks.senders.items() if sender.sizes(rank)})
-        codecs = [(exchangers[rank], ranks.senders.get(rank), ranks.receivers.get(rank)) for rank in transports]
-        list(threads.map(lambda one: one[0].run(10.0, one[1] if coded else None, one[2] if coded else None), codecs))
-        for rank, receiver in ranks.receivers.items():
-            if coded:
-                receiver.prove(ranks.digests(rank))
-                receiver.commit(version)
-            else:
-                receiver.adopt(version, ranks.digests(rank))
-
-    threads = ThreadPoolExecutor(len(transports))
-    list(threads.map(make, transports))
-    return update
-
-
-@pytest.mark.parametrize("over", ["shm", "messages"])
-@given(cases().map(apart), st.integers(0, 1 << 32), st.lists(st.booleans(), min_size=2, max_size=4))
-@settings(max_examples=examples(25), deadline=None)
-def test_whole_updates_and_deltas_take_turns_over_an_exchange(over: str, case: Case, seed: int, kinds: list[bool]) -> None:
-    generator, values = np.random.default_rng(seed), numbered(case[0])
-    ranks = ranks_of(case, values, bucket_bytes=1200)
-    members = sorted({*ranks.sources, *ranks.destinations})
-    session, wired = secrets.token_hex(8), wired_transports(max(members) + 1)
-    update = carried(ranks, {rank: ShmTransport(rank, session) if over == "shm" else wired[rank] for rank in members}, 1200)
-    for version, coded in enumerate([False, *kinds], 1):
-        step(ranks, case, values, 0.1, generator)
-        update(version, coded)
-        ranks.check(case[0], case[2])
-
-
 def test_a_run_of_other_buckets_is_refused_before_anything_is_sent() -> None:
     ranks = large("bfloat16", 2)[0]
     ranks.full(1)
     ranks.encode(2)
-    exchanger = Exchanger(ranks.plan, wired_transports(2)[0], bucket_bytes=1 << 18, delta=True)
+    exchanger = Exchanger(ranks.plan, ThreadTransport(0, Wires()), bucket_bytes=1 << 18, delta=True)
     exchanger.bind(ranks.sources[0])
     with pytest.raises(InvariantBroken, match="coded messages of another plan"):
         exchanger.run(1.0, encoder=ranks.senders[0])

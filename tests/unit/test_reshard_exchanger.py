@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from reshard_ranks import Arrays, Messages, ThreadTransport, Wires, blank, filled, numbered, on_ranks
+from reshard_ranks import Messages, Stripes, ThreadTransport, Wires, blank, on_ranks
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard import PADDING, Box, Exchanger, LayoutBuilder, Plan, RankLayout, plan
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, plan
 
-SHAPES = {"w": (24, 60), "v": (7,)}
-SOURCES, DESTINATIONS = (0, 1, 2), (2, 3)  # rank 2 is both
-
-
-def layouts() -> tuple[list[RankLayout], list[RankLayout]]:
-    """Rows of w and all of v on three ranks, to columns of w, and v with padding, on two."""
-    source, destination = [], []
-    for number, rank in enumerate(SOURCES):
-        builder = LayoutBuilder(rank, "int32")
-        builder.place("w", (8, 60), [("w", Box((8 * number, 0), (8, 60)), (0, 0))])
-        builder.place("v", (7,), [("v", Box((0,), (7,)), (0,))])
-        source.append(builder.build())
-    for number, rank in enumerate(DESTINATIONS):
-        builder = LayoutBuilder(rank, "int32")
-        builder.place("w", (24, 30), [("w", Box((0, 30 * number), (24, 30)), (0, 0))])
-        builder.place("v", (9,), [("v", Box((0,), (7,)), (0,)), (PADDING, Box((0,), (2,)), (7,))])
-        destination.append(builder.build())
-    return source, destination
-
-
-MADE = plan(SHAPES, *layouts())
-VALUES = numbered(SHAPES)
-
-
-def arrays_of(rank: int) -> tuple[Arrays, Arrays]:
-    """What a rank sends, and what it receives into."""
-    source, destination = layouts()
-    mine = [filled(layout, VALUES) for layout in source if layout.rank == rank]
-    return (mine[0] if mine else {}), next((blank(layout) for layout in destination if layout.rank == rank), {})
-
-
-def check(rank: int, got: Arrays) -> None:
-    for layout in layouts()[1]:
-        if layout.rank == rank:
-            for name, expected in filled(layout, VALUES).items():
-                np.testing.assert_array_equal(got[name], expected)
+WORLD = 4
+STRIPES = Stripes(WORLD, (24, 60))
 
 
 class PostingTransport(ThreadTransport):
@@ -77,40 +42,31 @@ class PostingTransport(ThreadTransport):
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [200, 1000, 1 << 20])
 def test_runs_again_and_again_in_bounded_memory(bucket_bytes: int, buffers: int) -> None:
-    wires, barrier = Wires(), threading.Barrier(4, timeout=30)
+    wires = Wires()
 
     def play(rank: int) -> None:
-        mine, got = arrays_of(rank)
         transport = ThreadTransport(rank, wires)
-        with Exchanger(MADE, transport, bucket_bytes=bucket_bytes, buffers=buffers, timeout_s=20, threads=1) as exchanger:
+        with Exchanger(STRIPES.plan, transport, bucket_bytes=bucket_bytes, buffers=buffers, timeout_s=20, threads=1) as exchanger:
             assert exchanger.buffer_bytes <= buffers * bucket_bytes
-            exchanger.bind(mine, got)
-            for _ in range(3):
-                moved = exchanger.run()
-                check(rank, got)
-                for array in got.values():
-                    array[...] = -1
-                assert sum(buffer.nbytes for buffer in transport.buffers) <= exchanger.buffer_bytes
-                assert moved.sent - MADE.egress.get(rank, 0) in range(0, 1 + 15 * 400)
-                barrier.wait()
+            STRIPES.run(rank, exchanger, 3)
+            moved = exchanger.run()
+            assert sum(buffer.nbytes for buffer in transport.buffers) <= exchanger.buffer_bytes
+            assert moved.sent - STRIPES.plan.egress[rank] in range(0, 1 + 15 * 400)
 
-    assert on_ranks(range(4), play) == {}
+    assert on_ranks(range(WORLD), play) == {}
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_rounds_are_posted_before_the_one_before_is_over(buffers: int) -> None:
     wires = Wires()
-    transports = {rank: PostingTransport(rank, wires) for rank in range(4)}
+    transports = [PostingTransport(rank, wires) for rank in range(WORLD)]
 
     def turn(rank: int) -> None:
-        mine, got = arrays_of(rank)
-        with Exchanger(MADE, transports[rank], bucket_bytes=600, buffers=buffers, timeout_s=20, threads=1) as exchanger:
-            exchanger.bind(mine, got)
-            exchanger.run()
-        check(rank, got)
+        with Exchanger(STRIPES.plan, transports[rank], bucket_bytes=600, buffers=buffers, timeout_s=20, threads=1) as exchanger:
+            STRIPES.run(rank, exchanger, 1)
 
-    assert on_ranks(range(4), turn) == {}
-    for transport in transports.values():
+    assert on_ranks(range(WORLD), turn) == {}
+    for transport in transports:
         assert transport.posted == transport.completed > 3
         assert max(transport.under_way) == buffers
 
@@ -135,11 +91,11 @@ def test_a_damaged_message_is_an_error_that_names_both_ranks() -> None:
     wires, exchangers = Wires(flip), dict[int, Exchanger]()
 
     def play(rank: int) -> None:
-        exchangers[rank] = Exchanger(MADE, ThreadTransport(rank, wires), bucket_bytes=1000, timeout_s=2, threads=1)
-        exchangers[rank].bind(*arrays_of(rank))
+        exchangers[rank] = Exchanger(STRIPES.plan, ThreadTransport(rank, wires), bucket_bytes=600, timeout_s=2, threads=1)
+        exchangers[rank].bind(STRIPES.sent(rank), blank(STRIPES.destination[rank]))
         exchangers[rank].run()
 
-    (error,) = on_ranks(range(4), play).values()
+    error = on_ranks(range(WORLD), play)[3]  # the others wait for its messages
     assert (error.source, error.destination) == (1, 3)
     assert "message 3 of" in str(error)
     with pytest.raises(InvariantBroken, match="make a new one"):
@@ -206,8 +162,8 @@ def test_a_run_does_nothing_in_python_for_a_tensor() -> None:
 
 def test_misuse_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"bucket_bytes, for a box .* from rank 0 to rank .*one element of 4 bytes"):
-        Exchanger(MADE, ThreadTransport(0, Wires()), bucket_bytes=8)
-    exchanger = Exchanger(MADE, ThreadTransport(0, Wires()))
+        Exchanger(STRIPES.plan, ThreadTransport(0, Wires()), bucket_bytes=8)
+    exchanger = Exchanger(STRIPES.plan, ThreadTransport(0, Wires()))
     with pytest.raises(InvariantBroken, match="bind"):
         exchanger.run()
     exchanger.close()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reshard_ranks import run_ranks, single
+from reshard_ranks import Arrays, inside, run_ranks, single, view
 from test_reshard_copy import address
 from test_reshard_program import casts
 
@@ -20,7 +20,6 @@ from tests import float8
 
 RAW = {"float32": np.float32, "bfloat16": np.uint16, FLOAT8: np.uint8}
 Shapes = dict[str, tuple[int, ...]]
-Arrays = dict[str, np.ndarray]
 
 
 def chosen(name: str) -> bool:
@@ -53,10 +52,7 @@ def filled(layout: RankLayout, values: dict[str, torch.Tensor]) -> Arrays:
     held = {name: np.zeros(s.shape, RAW[s.dtype]) for name, s in layout.storages.items()}
     for piece in layout.pieces:
         if not piece.tensor.endswith(SCALES):
-            part = values[piece.tensor][tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.extent, strict=True))]
-            flat = held[piece.storage].reshape(-1)[piece.offset :]
-            steps = [stride * flat.itemsize for stride in piece.strides]
-            np.lib.stride_tricks.as_strided(flat, piece.box.extent, steps)[...] = raw(part)
+            view(held[piece.storage], piece)[...] = raw(inside(values[piece.tensor], piece.box))
     return held
 
 
@@ -65,16 +61,21 @@ def empty(layout: RankLayout) -> Arrays:
 
 
 def sent(
-    shapes: Shapes, source: list[RankLayout], destination: list[RankLayout], values: dict[str, torch.Tensor], **how: bool
+    shapes: Shapes,
+    source: list[RankLayout],
+    destination: list[RankLayout],
+    values: dict[str, torch.Tensor],
+    power_of_two: bool = False,
+    **how: int,
 ) -> list[Arrays]:
     """What every destination rank has after an exchange."""
     sources = [with_scales(layout, shapes, chosen, quantised=False) for layout in source]
     wanted = [with_scales(layout, shapes, chosen, quantised=True) for layout in destination]
     held = {layout.rank: filled(layout, values) for layout in sources}
     for layout in sources:
-        Scaler(layout, held[layout.rank], **how).write()
+        Scaler(layout, held[layout.rank], power_of_two=power_of_two).write()
     got = {layout.rank: empty(layout) for layout in wanted}
-    run_ranks(plan(with_scale_tensors(shapes, chosen), sources, wanted), held, got)
+    run_ranks(plan(with_scale_tensors(shapes, chosen), sources, wanted), held, got, **how)
     return [got[layout.rank] for layout in wanted]
 
 
@@ -199,14 +200,8 @@ def test_shards_of_many_ranks() -> None:
 def test_messages_are_cut_anywhere(bucket: int) -> None:
     """A scale belongs to its block wherever a message ends."""
     shape, weights = (300, 400), random((300, 400), 3, "bfloat16")
-    source = with_scales(one(0, "bfloat16", shape), {"w": shape}, chosen, quantised=False)
-    wanted = with_scales(one(0, "bfloat16", shape), {"w": shape}, chosen, quantised=True)
-    held, got = filled(source, {"w": weights}), empty(wanted)
-    Scaler(source, held).write()
-    wanted = wanted.at(1)
-    made = plan(with_scale_tensors({"w": shape}, chosen), [source], [wanted])
-    assert made.wire_bytes == 300 * 400 + 4 * 3 * 4
-    run_ranks(made, {0: held}, {1: got}, bucket_bytes=bucket)
+    sides = [[one(rank, "bfloat16", shape)] for rank in range(2)]
+    (got,) = sent({"w": shape}, *sides, {"w": weights}, bucket_bytes=bucket)
     np.testing.assert_array_equal(got["weight"], quantise(weights)[0])
 
 

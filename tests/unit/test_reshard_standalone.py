@@ -31,9 +31,15 @@ def test_under_torchrun() -> None:
     assert out.count("all is right") == 2
 
 
-def test_the_program_of_the_guide(tmp_path: Path) -> None:
+ALONE = """import sys
+for name in ("torch", "megatron", "sglang", "transformers", "mpi4py", "cupy"):
+    sys.modules[name] = None  # importing it is an ImportError from here on
+"""
+
+
+def test_the_program_of_the_guide_with_numpy_alone(tmp_path: Path) -> None:
     (program,) = [block.text for block in blocks((ROOT / "docs" / "guides" / "reshard.md").read_text()) if block.word == "python"]
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(ALONE + program)
     assert run([sys.executable, str(tmp_path / "program.py")]) == "[1. 1. 2. 2. 1. 2.]\n"
 
 
@@ -49,30 +55,3 @@ def mpirun() -> list[str]:
 def test_under_mpirun() -> None:
     out = run([*mpirun(), "-n", "4", sys.executable, EXAMPLE])
     assert out.count("all is right") == 4
-
-
-ALONE = """
-import sys
-for name in ("torch", "megatron", "sglang", "transformers", "mpi4py", "cupy"):
-    sys.modules[name] = None  # importing it is an ImportError from here on
-import numpy as np
-import asyncmoe.reshard as reshard
-from asyncmoe.reshard import Box, LayoutBuilder, LocalTransport
-
-held, wanted = LayoutBuilder(0, "float32"), LayoutBuilder(0, "float32")
-held.stack("s", [("a", Box((0, 0), (4, 6))), ("b", Box((0, 0), (2, 6)))])
-wanted.stack("left", [("b", Box((0, 0), (2, 3))), ("a", Box((0, 0), (4, 3)))])
-wanted.stack("right", [("a", Box((0, 3), (4, 3)))])
-made = reshard.plan({"a": (4, 6), "b": (2, 6)}, [held.build()], [wanted.build()])
-values = np.arange(36, dtype=np.float32).reshape(6, 6)
-got = {"left": np.zeros((6, 3), np.float32), "right": np.zeros((4, 3), np.float32)}
-reshard.exchange(made, LocalTransport(), {"s": values}, got)
-np.testing.assert_array_equal(got["left"], np.concatenate([values[4:, :3], values[:4, :3]]))
-np.testing.assert_array_equal(got["right"], values[:4, 3:])
-present = sorted(name for name in ("torch", "megatron", "sglang") if sys.modules.get(name) is not None)
-print("all is right, without", present)
-"""
-
-
-def test_with_numpy_alone() -> None:
-    assert "all is right, without []" in run([sys.executable, "-c", ALONE])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from reshard_ranks import Stripes, blank
 
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.process import wait_until
 from asyncmoe.reshard import exchange
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.reshard.transport import Lane, MessageLink
@@ -38,12 +39,6 @@ def _all_to_all(rank: int, world: int, store: str, into: str) -> None:
     Path(into, str(rank)).write_text("done")
 
 
-def _await(file: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 def _alone(rank: int, world: int, store: str, into: str) -> None:
     """Rank 0 waits for a message that rank 1 never sends."""
     _join(rank, world, store)
@@ -59,7 +54,7 @@ def _alone(rank: int, world: int, store: str, into: str) -> None:
         assert time.monotonic() - started < 10
         Path(into, "0").write_text("done")
     else:
-        _await(Path(into, "0"))
+        wait_until(Path(into, "0").exists, 30)
         Path(into, "1").write_text("done")
 
 
@@ -75,7 +70,7 @@ def _between(rank: int, world: int, store: str, into: str) -> None:
         return
     if rank == 0:
         TorchTransport().exchange([(2, torch.zeros(8, dtype=torch.uint8))], [], 10.0)
-    _await(Path(into, "2"))
+    wait_until(Path(into, "2").exists, 30)
     Path(into, str(rank)).write_text("done")
 
 

@@ -14,21 +14,19 @@ from asyncmoe.rollout.workers import service
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerPacked
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine, clustered
 
 
-def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_MOST_SAMPLED", 8)
     left: list[object] = []
-
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=2) as cluster:
-            cluster.fleet.sampled = lambda place, made: left.append(made)
-            for step in range(2):
-                await cluster.train(step)
-
-    asyncio.run(run())
+    async with Cluster(tmp_path, workers=1, engines=1, seed=2) as cluster:
+        cluster.fleet.sampled = lambda place, made: left.append(made)
+        for step in range(2):
+            await cluster.train(step)
     assert not left
 
 
@@ -62,8 +60,7 @@ async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Clu
     await cluster.train(0)
     cluster.hang(True)
     lent, gates = cluster.lent[1].worker, cluster.fleet._gates
-    while not all(member.in_flight for member in lent.pool.members):
-        await asyncio.sleep(0.01)
+    await until(lambda: all(member.in_flight for member in lent.pool.members))
     leaves = cluster.pool.members[0]
     leaves.elsewhere, leaves.leaving = 0, True  # as the news before said
     gates.tell()
@@ -80,11 +77,9 @@ async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(clu
     shares = [cluster.config.worker_share(number) for number in (1, 2, 3)]
     assert shares == [22, 21, 21]
     pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
-    while [sum(member.in_flight for member in pool.members) for pool in pools] != shares:
-        await asyncio.sleep(0.01)
+    await until(lambda: [sum(member.in_flight for member in pool.members) for pool in pools] == shares)
     assert all(member.in_flight for pool in pools for member in pool.members)
-    while sum(member.elsewhere for member in cluster.pool.members) != 64:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(member.elsewhere for member in cluster.pool.members) == 64)
     await cluster.lose(3)
     await cluster.lost(3)
     assert sum(member.elsewhere for member in cluster.pool.members) == 43
@@ -96,8 +91,7 @@ async def test_a_worker_that_comes_again_hears_what_is_under_way_now(cluster: Cl
     for step in range(3):
         await cluster.train(step)
     cluster.hang(True)
-    while not cluster.fleet._workers[2].running:
-        await asyncio.sleep(0.01)
+    await until(lambda: cluster.fleet._workers[2].running)
     others = {place.group for place in cluster.lent[2].worker._worker._running}
     told = set(cluster.run_log.for_workers().under_way)
     assert others <= told
@@ -120,8 +114,7 @@ async def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it
     cluster.pool.remove(before)
     again = cluster.pool.join(handle)
     again.serve(1, 0)
-    while there.engines is None or [one.serial for one in there.engines.engines] != [again.serial]:
-        await asyncio.sleep(0.01)
+    await until(lambda: there.engines is not None and [one.serial for one in there.engines.engines] == [again.serial])
     cluster.fleet._gates.note(there, [EngineUse(before.serial, 9, None, "it does not answer")])
     assert (again.fenced, again.elsewhere < 9) == (None, True)
     for step in range(1, 3):

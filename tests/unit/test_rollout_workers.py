@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
@@ -22,12 +21,12 @@ from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.tasks import Prompt, types
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.rpc.messages import Done, FindWorker
-from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack, WorkerPacked, WorkerRan, WorkerRun
+from asyncmoe.rpc.messages import FindWorker
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRan, WorkerRun
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Trajectory, decode
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.log_lives import Home
 from tests.unit.test_producer import respond
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
@@ -95,19 +94,16 @@ async def test_what_a_lost_worker_held_comes_from_the_log(cluster: Cluster) -> N
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 1 << 16), staleness=st.integers(0, 1))
 def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> None:
-    folder = Path(tempfile.mkdtemp())
-
     async def chaos(cluster: Cluster, over: asyncio.Event) -> None:
         while not over.is_set():
             await asyncio.sleep(cluster.draw.random() * 0.3)
             number = cluster.draw.choice(sorted(cluster.lent))
             await cluster.lose(number)
             await asyncio.sleep(cluster.draw.random() * 0.2)
-            while not cluster.fleet._workers[number].gone:
-                await asyncio.sleep(0.01)
+            await cluster.lost(number)
             await cluster.start(number)
 
-    async def run() -> None:
+    async def run(folder: Path) -> None:
         async with Cluster(folder, workers=3, engines=4, seed=seed, staleness=staleness) as cluster:
             over = asyncio.Event()
             breaking = asyncio.create_task(chaos(cluster, over))
@@ -119,10 +115,8 @@ def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> N
                 await breaking
             check(cluster, 5)
 
-    try:
-        asyncio.run(run())
-    finally:
-        shutil.rmtree(folder)
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder)))
 
 
 @clustered(workers=1, engines=1, seed=3)
@@ -134,21 +128,11 @@ async def test_a_worker_that_does_not_belong_is_refused(cluster: Cluster) -> Non
         await cluster.fleet.join(WorkerJoin(1, there, cluster.config.digest))
 
 
-@clustered(workers=1, engines=1, seed=4)
-async def test_a_worker_packs_only_what_has_ended_there(cluster: Cluster) -> None:
-    (worker,) = cluster.fleet._workers.values()
-    with pytest.raises(ProtocolError, match="have ended here"):
-        await worker.ask(WorkerPack((EpisodeId(99, 0, 0),), 0), WorkerPacked)
-    await worker.ask(WorkerForget(groups=(99,)), Done)
-    assert not worker.gone
-
-
 @clustered(workers=1, engines=1, seed=5)
 async def test_an_episode_of_a_lost_worker_is_rejected(cluster: Cluster) -> None:
     (worker,) = cluster.fleet._workers.values()
     await cluster.lose(1)
-    while not worker.gone:
-        await asyncio.sleep(0.01)
+    await cluster.lost(1)
     with pytest.raises(TrajectoryRejected, match="worker_lost"):
         await worker.do(WorkerRun(EpisodeId(99, 0, 0), b""), WorkerRan, 1.0)
     assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
@@ -178,8 +162,7 @@ async def test_what_is_kept_of_an_episode_travels_unchanged(cluster: Cluster) ->
 async def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
         async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
-            while not cluster.failure:
-                await asyncio.sleep(0.01)
+            await until(lambda: cluster.failure)
     assert "MemoryError: no room ?" in str(cluster.failure[0])
 
 

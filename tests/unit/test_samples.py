@@ -30,6 +30,7 @@ from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
 from benchmarks.unlogged import Unlogged
+from tests.unit.asynchronous import until
 from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
 
@@ -188,7 +189,7 @@ class Wrong(Exact):
         return Score(1.0)
 
 
-def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, **options: Any) -> None:
+def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], most: int, **options: Any) -> None:
     class Questions:
         def prompt(self, group: int, stream: str = "prompt") -> Any:
             return run.prompt(f"{group}+0=", str(group))
@@ -197,9 +198,8 @@ def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, 
         run.pool.texts += texts
         producer = Producer(queue, Questions(), run.worker, SIZE, samples=run.samples, **options)  # type: ignore[arg-type]
         producing = asyncio.create_task(producer.run())
-        async with asyncio.timeout(20):
-            while len((run.config.run.dir / "samples" / "rollout.jsonl").read_bytes().splitlines()) <= until and not producing.done():
-                await asyncio.sleep(0.005)
+        kept = run.config.run.dir / "samples" / "rollout.jsonl"
+        await until(lambda: len(kept.read_bytes().splitlines()) > most or producing.done())
         producing.cancel()
         await asyncio.gather(producing, return_exceptions=True)
 
@@ -214,7 +214,7 @@ def queue_of(run: SampledRun, rule: Any = "drop", **options: Any) -> BoundedQueu
 
 def test_a_rejected_group_leaves_its_responses_and_the_reason(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run", scorer=Wrong())
-    produce(run, queue_of(run), ["good", "a bad one", *["fine"] * 6], until=3)
+    produce(run, queue_of(run), ["good", "a bad one", *["fine"] * 6], 3)
     found = index(tmp_path / "run")
     first = next(entry for entry in found if entry.group == 0)
     assert (first.outcome, first.reason, first.step) == ("rejected", "scorer_error", None)

@@ -20,31 +20,25 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {"level": 3})
 
 
-def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sample = SAMPLE) -> list[Score | str]:
-    """Make this many calls, one after the other, to a server that replaces URL in `values`."""
+def served(handler: Handler, values: dict[str, Any]) -> Score | str:
+    """The outcome of a call to a server that replaces URL in `values`."""
 
-    async def run() -> list[Score | str]:
+    async def run() -> Score | str:
         app = web.Application()
         app.router.add_post("/{tail:.*}", handler)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = site._server.sockets[0].getsockname()  # type: ignore[union-attr]
-        text = json.dumps(values).replace("URL", f"http://127.0.0.1:{url[1]}")
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        text = json.dumps(values).replace("URL", f"http://127.0.0.1:{runner.addresses[0][1]}")
         section = ScoringSection.model_validate({"retries": 0, **json.loads(text)})
         made = loading.load_teacher(section) or loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
-        found: list[Score | str] = []
         try:
-            for _ in range(calls):
-                try:
-                    found.append(await made.score(sample))
-                except TrajectoryRejected as rejected:
-                    found.append(str(rejected))
+            return await made.score(SAMPLE)
+        except TrajectoryRejected as rejected:
+            return str(rejected)
         finally:
             await made.close()
             await runner.cleanup()
-        return found
 
     return asyncio.run(run())
 
@@ -66,13 +60,13 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
         seen.append((request.path, await request.json()))
         return web.json_response({"reward": 0.5, "steps": [1, -0.25]})
 
-    (score,) = served(handler, JUDGE)
+    score = served(handler, JUDGE)
     assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver", "columns": {"level": 3}})]
     assert (score.reward, score.teacher) == (0.5, None)
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))
-    (plain,) = served(answering(b'{"reward": 2}'), JUDGE)
+    plain = served(answering(b'{"reward": 2}'), JUDGE)
     assert (plain.reward, plain.rewards, plain.metrics) == (2.0, None, {})
-    (named,) = served(answering(b'{"reward": 2, "metrics": {"format": 1, "words": 0.5}}'), JUDGE)
+    named = served(answering(b'{"reward": 2, "metrics": {"format": 1, "words": 0.5}}'), JUDGE)
     assert named.metrics == {"format": 1.0, "words": 0.5}
 
 
@@ -98,7 +92,7 @@ def test_whatever_else_it_answers_is_no_score_and_is_not_asked_for_again(body: b
         calls.append(request)
         return web.Response(body=body)
 
-    (found,) = served(handler, {**JUDGE, "retries": 3})
+    found = served(handler, {**JUDGE, "retries": 3})
     assert str(found).startswith(("scorer_garbage", "scorer_nan"))
     assert len(str(found)) < 1000
     assert len(calls) == 1
@@ -106,7 +100,7 @@ def test_whatever_else_it_answers_is_no_score_and_is_not_asked_for_again(body: b
 
 @pytest.mark.parametrize(("status", "reason"), [(500, "unavailable"), (503, "unavailable"), (400, "garbage"), (204, "garbage")])
 def test_a_status_has_a_reason(status: int, reason: str) -> None:
-    (found,) = served(answering(b"" if status == 204 else b"the model is loading", status), JUDGE)
+    found = served(answering(b"" if status == 204 else b"the model is loading", status), JUDGE)
     assert str(found).startswith(f"scorer_{reason}: http://127.0.0.1:")
     assert f"status {status}" in str(found)
 
@@ -120,7 +114,7 @@ def test_a_server_that_says_when_to_come_back_is_not_asked_before(status: int) -
         headers = {"Retry-After": "1"} if len(asked) == 1 else {}
         return web.json_response({"reward": 1.0}, status=status if len(asked) == 1 else 200, headers=headers)
 
-    (score,) = served(handler, {**JUDGE, "retries": 1})
+    score = served(handler, {**JUDGE, "retries": 1})
     assert isinstance(score, Score)
     assert asked[1] - asked[0] >= 1
 
@@ -138,7 +132,7 @@ def test_a_server_that_hangs_before_or_within_its_answer_is_not_waited_for() -> 
             await asyncio.sleep(0.05)
 
     for handler in (hangs, drips):
-        (found,) = served(handler, {**JUDGE, "timeout_s": 0.5})
+        found = served(handler, {**JUDGE, "timeout_s": 0.5})
         assert str(found).startswith("scorer_timeout")
 
 
@@ -147,10 +141,10 @@ def test_a_server_that_drops_the_connection_or_is_not_there_is_unavailable() -> 
         request.transport.abort()
         return web.Response()
 
-    (found,) = served(drops, JUDGE)
+    found = served(drops, JUDGE)
     assert str(found).startswith("scorer_unavailable")
     # Port 9 of loopback: discard, which nobody serves any more.
-    (found,) = served(drops, {"scorer": "http://127.0.0.1:9/judge"})
+    found = served(drops, {"scorer": "http://127.0.0.1:9/judge"})
     assert str(found).startswith("scorer_unavailable")
 
 
@@ -169,7 +163,7 @@ def test_a_teacher_reads_the_conversation_and_says_nothing() -> None:
         seen.append((request.path, await request.json()))
         return web.Response(body=taught(ENTRIES))
 
-    (score,) = served(handler, TEACHER)
+    score = served(handler, TEACHER)
     assert seen[0][0] == "/generate"
     assert seen[0][1]["input_ids"] == [10, 11, 12, 10, 13]
     assert (seen[0][1]["logprob_start_len"], seen[0][1]["return_logprob"]) == (0, True)
@@ -178,7 +172,7 @@ def test_a_teacher_reads_the_conversation_and_says_nothing() -> None:
 
 
 def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
-    (score,) = served(answering(taught([*ENTRIES[:-1], [-0.25, 0, None]])), TEACHER)
+    score = served(answering(taught([*ENTRIES[:-1], [-0.25, 0, None]])), TEACHER)
     assert score.teacher.tolist() == [0, -0.5, -1.5, 0, -0.25]
 
 
@@ -196,5 +190,5 @@ def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
     ],
 )
 def test_a_teacher_that_read_something_else_has_taught_nothing(body: bytes, reason: str) -> None:
-    (found,) = served(answering(body), TEACHER)
+    found = served(answering(body), TEACHER)
     assert str(found).startswith(f"scorer_{reason}: the teacher's")

@@ -68,11 +68,10 @@ def test_waiting_is_counted_apart_from_calls() -> None:
     assert (made.stats().seconds, made.stats().wait_seconds) == (pytest.approx(6.0), pytest.approx(2.0))
 
 
-def fails(*reasons: str | None, seconds: float = 0.0) -> Judge:
+def fails(*reasons: str | None) -> Judge:
     """For each call a reason or None; the last for all others."""
 
     async def answer(number: int) -> float:
-        await asyncio.sleep(seconds)
         reason = reasons[min(number, len(reasons) - 1)]
         if reason is not None:
             raise TrajectoryRejected(reason, f"call {number}")

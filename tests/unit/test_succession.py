@@ -24,6 +24,7 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 from tests.configs import demo
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -78,8 +79,8 @@ class Controller:
     async def publish(self, version: int) -> None:
         await self.coordinator.handle(WeightsStage(version))
         await self.coordinator.handle(WeightsCommit(version, update=version))
-        while (left := self.succession._read()) is None or left.weights != EngineWeights(version, self.pool.lineage, True):
-            await asyncio.sleep(0.01)  # the note that it has landed
+        landed = EngineWeights(version, self.pool.lineage, True)
+        await until(lambda: (left := self.succession._read()) is not None and left.weights == landed)
 
     @property
     def states(self) -> dict[str, tuple[int, bool]]:
@@ -109,16 +110,13 @@ def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a coroutine test with a site, whose agents end with it."""
 
+    @asynchronous
     @functools.wraps(test)
-    def run(it: Site, **named: Any) -> None:
-        async def bounded() -> None:
-            try:
-                async with asyncio.timeout(30):
-                    await test(it, **named)
-            finally:
-                await it.end()
-
-        asyncio.run(bounded())
+    async def run(it: Site, **named: Any) -> None:
+        try:
+            await test(it, **named)
+        finally:
+            await it.end()
 
     return run
 
@@ -177,8 +175,7 @@ async def test_engines_whose_parameters_were_being_written_start_again(it: Site,
         await first.publish(3)
         await first.coordinator.handle(opening)
     async with controller(it.config) as second:
-        while second.states != {"a": (0, True), "b": (0, True)}:
-            await asyncio.sleep(0.05)
+        await until(lambda: second.states == {"a": (0, True), "b": (0, True)})
         assert [len(it.servers[name]) for name in ("a", "b")] == [2, 2]
         await second.membership.end(EngineOrder(finished=True))
 
@@ -202,8 +199,7 @@ async def test_one_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
     async with controller(it.config) as second:
         assert second.states == {"a": (3, False)}, "the run goes on with one"
         late.set()
-        while "b" not in second.states:
-            await asyncio.sleep(0.05)
+        await until(lambda: "b" in second.states)
         assert [len(it.servers[name]) for name in ("a", "b")] == [1, 2]
         assert second.states == {"a": (3, False), "b": (0, True)}
         it._start("c")

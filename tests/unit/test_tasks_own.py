@@ -104,16 +104,12 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, 
         tasks.load(few, known)
 
 
-def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"scoring\.scorer: got auto, expected a scorer by name"):
-        own("Capitals", scorer="auto")
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"kind": "arithmetic", "system_prompt": "x"}, r"task\.system_prompt: got x, expected none because task\.kind is arithmetic"),
         ({"kind": "jsonl", "path": "x", "options": {"a": 1}}, r"task\.options: got \{'a': 1\}, expected none because task\.kind is jsonl"),
+        ({"kind": f"{HERE}:Capitals", "scorer": "auto"}, r"scoring\.scorer: got auto, expected a scorer by name"),
         ({"kind": f"{HERE}:Capitals", "where": {"a": 1}}, r"task\.where: got .* expected none because task\.kind is tests"),
         ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset or a split"),
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),

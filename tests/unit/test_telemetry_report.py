@@ -32,8 +32,7 @@ def _page(run_dir: Path) -> dict[str, Any]:
 
 def _figures(run_dir: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Section -> title -> figure."""
-    found: dict[str, dict[str, dict[str, Any]]] = _page(run_dir)["figures"]
-    return found
+    return _page(run_dir)["figures"]
 
 
 def _curves(figure: dict[str, Any]) -> dict[str, list[float]]:

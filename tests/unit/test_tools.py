@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.process import wait_until
 from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.calculator import calculator
 from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, find
@@ -198,10 +198,8 @@ def test_a_function_that_hangs_or_dies_costs_its_own_call_only_and_nothing_is_le
     assert [text.partition(":")[0] for text in found[2:4]] == ["tool_timeout", "tool_crash"]
     assert runner.counts.seconds >= 3.0
     for process in (found[0], found[4], found[5]):
-        until = time.monotonic() + 10
-        while (stat := Path(f"/proc/{process}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        stat = Path(f"/proc/{process}/stat")
+        assert wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 10)  # type: ignore[misc]
     assert ask(f"{FUNCTIONS}:shout_later", ["hang", "ab"], timeout_s=0.2)[0][1] == "AB"
 
 

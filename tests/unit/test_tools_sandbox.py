@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ import uvloop
 
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.process import wait_until
 from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, printed
 from asyncmoe.rollout.episodes.tools.tool import ToolError
+from tests.unit.asynchronous import until
 
 LIMITS = PythonLimits(wall_s=60.0)
 """On a machine that has other work, too."""
@@ -73,10 +74,7 @@ def has_child(process: int) -> bool:
 
 
 def gone(mark: str) -> bool:
-    until = time.monotonic() + 10
-    while running(mark) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not running(mark)
+    return wait_until(lambda: not running(mark), 10)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +120,7 @@ def test_a_cancelled_call_leaves_nothing() -> None:
 
     async def call() -> None:
         calling = asyncio.create_task(called("import os, time\nos.fork()\ntime.sleep(600)", limits))
-        while not running(str(limits.memory_bytes)):
-            await asyncio.sleep(0.01)
+        await until(lambda: running(str(limits.memory_bytes)))
         calling.cancel()
         await asyncio.gather(calling, return_exceptions=True)
 
@@ -136,9 +133,7 @@ def test_programs_end_with_the_controller() -> None:
     code = "import asyncio\nfrom asyncmoe.rollout.episodes.tools.sandbox import *\n"
     code += f"asyncio.run(Bubblewrap(PythonLimits(wall_s=300.0, memory_bytes={mark})).run(b'import time; time.sleep(300)'))"
     with subprocess.Popen([sys.executable, "-c", code]) as controller:
-        until = time.monotonic() + 60
-        while sum(map(has_child, running(f'"RLIMIT_AS": [{mark}'))) < 2 and time.monotonic() < until:  # bubblewrap's two processes
-            time.sleep(0.05)
+        wait_until(lambda: sum(map(has_child, running(f'"RLIMIT_AS": [{mark}'))) == 2, 60)  # bubblewrap's two processes
         controller.kill()
     assert gone(f'"RLIMIT_AS": [{mark}')
 

@@ -44,6 +44,7 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from tests.configs import minimal
+from tests.unit.asynchronous import asynchronous
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 from tests.unit.worker_fleet import lent
 
@@ -173,14 +174,6 @@ async def controller(config: Config) -> AsyncIterator[Running]:
                 await loaded.close()
 
 
-def in_loop(body: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await body
-
-    asyncio.run(bounded())
-
-
 def keys(leased: Leased) -> list[str]:
     return [item.key for item in leased.items]
 
@@ -190,59 +183,58 @@ async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
         await asked
 
 
+@asynchronous
 @pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])
-def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(
+async def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(
     model: Path, tmp_path: Path, opening: WeightsBegin | WeightsStage
 ) -> None:
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
-            first = running.trainer(0)
-            assert (await first.hello(0)).version == 0
+    async with controller(config_of(model, tmp_path / "run")) as running:
+        first = running.trainer(0)
+        assert (await first.hello(0)).version == 0
+        await first.publish()
+        for _ in range(4):
+            await first.train()
             await first.publish()
-            for _ in range(4):
-                await first.train()
-                await first.publish()
-            first.batches[4] = await first.lease()
-            await first.ask(opening)
-            assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
+        first.batches[4] = await first.lease()
+        await first.ask(opening)
+        assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
 
-            second = running.trainer(1)
-            with pytest.raises(ProtocolError, match="sent before Hello by the trainer started as number 1"):
-                await second.ask(Commit(4))
-            assert (await second.hello(2)).version == 4
-            assert not any(engine.paused or engine.updating for engine in running.engines)
-            digest = first.config.digest
-            for request in (
-                Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
-                Commit(4),
-                FindWorker(1, 0.0),
-                Saved(4),
-                WeightsStage(4),
-                EnginesAsk(1.0),
-                Goodbye(0, True),
-                Lease(4, "rl", 4, 4, 1.0),
-            ):
-                await refused(first.ask(request))
-            for step in (2, 3, 4):
-                if step == 4:
-                    await second.publish()  # it has caught up with the engines
-                again = await second.train()
-                assert (again.items, again.lineage, again.replayed) == (first.batches[step].items, 1, True)
-            await second.publish()
-            await second.train()
-            new = await second.train()
-            assert not new.replayed
-            everything = [*first.batches.values(), second.batches[5], new]
-            trained = [key for leased in everything for key in keys(leased)]
-            assert len(trained) == len(set(trained)) == 7 * running.config.rollout.batch
-            assert [engine.version for engine in running.engines] == [5, 5]
-            assert [engine.wrong for engine in running.engines] == [[], []]
-            await second.goodbye()
-
-    in_loop(body())
+        second = running.trainer(1)
+        with pytest.raises(ProtocolError, match="sent before Hello by the trainer started as number 1"):
+            await second.ask(Commit(4))
+        assert (await second.hello(2)).version == 4
+        assert not any(engine.paused or engine.updating for engine in running.engines)
+        digest = first.config.digest
+        for request in (
+            Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
+            Commit(4),
+            FindWorker(1, 0.0),
+            Saved(4),
+            WeightsStage(4),
+            EnginesAsk(1.0),
+            Goodbye(0, True),
+            Lease(4, "rl", 4, 4, 1.0),
+        ):
+            await refused(first.ask(request))
+        for step in (2, 3, 4):
+            if step == 4:
+                await second.publish()  # it has caught up with the engines
+            again = await second.train()
+            assert (again.items, again.lineage, again.replayed) == (first.batches[step].items, 1, True)
+        await second.publish()
+        await second.train()
+        new = await second.train()
+        assert not new.replayed
+        everything = [*first.batches.values(), second.batches[5], new]
+        trained = [key for leased in everything for key in keys(leased)]
+        assert len(trained) == len(set(trained)) == 7 * running.config.rollout.batch
+        assert [engine.version for engine in running.engines] == [5, 5]
+        assert [engine.wrong for engine in running.engines] == [[], []]
+        await second.goodbye()
 
 
-def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_run_with_that_cause(model: Path, tmp_path: Path) -> None:
+@asynchronous
+async def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_run_with_that_cause(model: Path, tmp_path: Path) -> None:
     """They are fenced. By this method the trainer could not send its weights to engines that start again."""
 
     async def body() -> None:
@@ -256,19 +248,17 @@ def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_run_with
             await running.serving
 
     with pytest.raises(AsyncmoeError, match=r"no engine is left: .*it may hold part of version 0: the trainer was lost"):
-        in_loop(body())
+        await body()
 
 
-def test_another_layout_may_come_and_another_configuration_may_not(model: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        config = config_of(model, tmp_path / "run")
-        async with controller(config) as running:
-            await running.trainer(0).hello(0)
-            other = config_of(model, tmp_path / "run", trainer={"optimizer": {"lr": 1.0}})
-            with pytest.raises(ConfigError, match="configuration of the trainer"):
-                await running.trainer(1, other).hello(0)
-            await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
-            with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
-                await running.trainer(2).hello(3)
-
-    in_loop(body())
+@asynchronous
+async def test_another_layout_may_come_and_another_configuration_may_not(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path / "run")
+    async with controller(config) as running:
+        await running.trainer(0).hello(0)
+        other = config_of(model, tmp_path / "run", trainer={"optimizer": {"lr": 1.0}})
+        with pytest.raises(ConfigError, match="configuration of the trainer"):
+            await running.trainer(1, other).hello(0)
+        await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
+        with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
+            await running.trainer(2).hello(3)

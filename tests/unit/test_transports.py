@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reshard_ranks import single
+from reshard_ranks import on_ranks, single
 
 from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError
@@ -108,19 +108,15 @@ def test_a_channel_opens_what_the_terms_name() -> None:
         exchanger.bind({"w": values} if rank == 0 else None, got.get(rank))
         return exchanger
 
-    def failure(exchanger: Exchanger) -> str:
-        try:
-            exchanger.run(10.0)
-        except AsyncmoeError as error:
-            return str(error)
-        return ""
+    def run(rank: int) -> None:
+        exchangers[rank].run(10.0)
 
     with ThreadPoolExecutor(3) as threads:
         exchangers = list(threads.map(connected, range(3)))
-        assert list(threads.map(failure, exchangers)) == ["", "", ""]
-        np.testing.assert_array_equal(np.concatenate([got[1]["w"], got[2]["w"]]), values)
-        exchangers[0].close()
-        assert all("rank 0 is gone" in error for error in threads.map(failure, exchangers[1:]))
+    assert on_ranks(range(3), run) == {}
+    np.testing.assert_array_equal(np.concatenate([got[1]["w"], got[2]["w"]]), values)
+    exchangers[0].close()
+    assert ["rank 0 is gone" in str(error) for error in on_ranks((1, 2), run).values()] == [True, True]
     for exchanger in exchangers[1:]:
         exchanger.close()
     assert not list(Path("/dev/shm").glob(f"*{terms.session}*"))
@@ -130,12 +126,8 @@ def test_what_opening_raised_is_said_once_on_every_rank(monkeypatch: pytest.Monk
     monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", "os:stat", gpu=False))
     terms, stores = meeting("mine")
 
-    def failure(rank: int) -> str:
-        with pytest.raises(AsyncmoeError) as caught:
-            channel.connect(stores[rank], terms, one_to_two(), 1)
-        return str(caught.value)
-
-    with ThreadPoolExecutor(3) as threads:
-        (said,) = set(threads.map(failure, range(3)))
+    errors = on_ranks(range(3), lambda rank: channel.connect(stores[rank], terms, one_to_two(), 1))
+    (said,) = {str(error) for error in errors.values()}
+    assert [isinstance(error, AsyncmoeError) for error in errors.values()] == [True] * 3
     assert re.fullmatch(r"TypeError: .*ChannelEnd \((trainer|A) rank \d on .*, cpu\)", said), said
     assert "Traceback" in caplog.text

@@ -13,7 +13,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import watch
 from asyncmoe.launch.run_processes import STOP_GRACE_S
-from asyncmoe.process import Child
+from asyncmoe.process import Child, wait_until
 from tests.configs import demo
 from tests.unit.supervised import table_of
 
@@ -28,8 +28,7 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
 
     def trainer(_: int) -> Child:
         child = Child("trainer", ["sh", "-c", trains], tmp_path / "trainer.log")
-        while any("ready" not in (tmp_path / f"{name}.log").read_text() for name in ("controller", "trainer")):
-            time.sleep(0.01)
+        assert wait_until(lambda: all("ready" in (tmp_path / f"{name}.log").read_text() for name in ("controller", "trainer")), 60)
         for number in signals:
             os.kill(os.getpid(), number)
         return child

@@ -9,9 +9,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +52,14 @@ class Running:
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 self.ended = error
 
-    def stop(self) -> None:
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(10)
         assert not self._thread.is_alive()
-
-
-@contextmanager
-def served(handler: Callable[[Request], Awaitable[Answer]], **options: Any) -> Iterator[Running]:
-    running = Running(handler, **options)
-    try:
-        yield running
-    finally:
-        running.stop()
 
 
 async def _done(request: Request) -> Answer:
@@ -93,7 +86,12 @@ def test_a_slow_lease_holds_up_nobody() -> None:
             return Leased(0, (), 0, {})
         return Fetched(), []
 
-    with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "slow") as slow, Client(to.rendezvous, "fast") as fast:
+    with (
+        Running(handler) as to,
+        ThreadPoolExecutor(1) as pool,
+        Client(to.rendezvous, "slow") as slow,
+        Client(to.rendezvous, "fast") as fast,
+    ):
         leasing = pool.submit(slow.ask, LEASE, 20)
         for _ in range(20):
             fast.ask(WorkerFetch((), ()), 20)
@@ -107,7 +105,7 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
         await asyncio.sleep(0.4 if request.step == 1 else 0)
         return Leased(request.step, (), 0, {})
 
-    with served(handler) as running, Client(running.rendezvous, "t") as client:
+    with Running(handler) as running, Client(running.rendezvous, "t") as client:
         client.ask(Commit(0), 20)
         with pytest.raises(WaitTimeout, match=r"t sent Commit: no reply"):
             client.ask(Commit(1), 0.1)
@@ -134,7 +132,7 @@ def test_a_refusal_is_the_error_that_was_raised_and_the_server_goes_on(raised: E
             raise raised
         return Done()
 
-    with served(handler) as running, Client(running.rendezvous, "t") as client:
+    with Running(handler) as running, Client(running.rendezvous, "t") as client:
         with pytest.raises(kind) as caught:
             client.ask(HELLO, 20)
         assert type(caught.value) is kind
@@ -165,7 +163,7 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
         await asyncio.sleep(60)
         return Done()
 
-    with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "t") as client, Client(to.rendezvous, "u") as other:
+    with Running(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "t") as client, Client(to.rendezvous, "u") as other:
         waiting = pool.submit(other.ask, LEASE, 30)
         time.sleep(0.2)
         with pytest.raises(InvariantBroken):
@@ -199,7 +197,7 @@ def _raw(rendezvous: Rendezvous, context: zmq.Context) -> zmq.Socket:
     ],
 )
 def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[bytes]) -> None:
-    with served(_done) as running, zmq.Context() as context:
+    with Running(_done) as running, zmq.Context() as context:
         with _raw(running.rendezvous, context) as raw:
             raw.send_multipart(frames)
             number, reply = raw.recv_multipart()
@@ -212,14 +210,14 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
 
 def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_server, "MAX_FRAME_BYTES", 1 << 16)
-    with served(_done) as to, Client(to.rendezvous, "big") as big, Client(to.rendezvous, "t") as client:
+    with Running(_done) as to, Client(to.rendezvous, "big") as big, Client(to.rendezvous, "t") as client:
         with pytest.raises(WaitTimeout, match="connection was lost"):
             big.ask(WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ()), 20)
         assert client.ask(HELLO, 20)[0] == Done()
 
 
 def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> None:
-    with served(_done) as running:
+    with Running(_done) as running:
         public, secret = zmq.curve_keypair()
         wrong = msgspec.structs.replace(running.rendezvous, local_dir="", client_public=public.decode(), client_secret=secret.decode())
         begin = time.monotonic()
@@ -236,7 +234,7 @@ def test_a_plain_client_without_encryption_gets_nothing() -> None:
         asked.append(request)
         return Done()
 
-    with served(handler) as running, zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+    with Running(handler) as running, zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger, raw.rcvtimeo = 0, 500
         raw.connect(running.rendezvous.address)
         raw.send_multipart([b"1", codec.encode(Commit(0))])
@@ -284,7 +282,7 @@ def test_a_taken_port_is_the_users_error_with_a_hint() -> None:
 
 
 def test_rendezvous_file_is_private_atomic_and_read_back(tmp_path: Path) -> None:
-    with served(_done) as running:
+    with Running(_done) as running:
         path = keys.write(tmp_path / "run", running.rendezvous)
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert list(path.parent.iterdir()) == [path]
@@ -296,18 +294,17 @@ def test_rendezvous_file_is_private_atomic_and_read_back(tmp_path: Path) -> None
 
 
 def test_read_passes_over_the_file_of_a_controller_that_has_ended(tmp_path: Path) -> None:
-    stale = Running(_done)
-    keys.write(tmp_path, stale.rendezvous)
-    stale.stop()
+    with Running(_done) as stale:
+        keys.write(tmp_path, stale.rendezvous)
     with pytest.raises(WaitTimeout, match=rf"controller.*process {os.getpid()}.*nobody with its keys answers"):
         keys.read(tmp_path, 0.5)
-    with served(_done) as running:
+    with Running(_done) as running:
         threading.Timer(0.3, keys.write, (tmp_path, running.rendezvous)).start()
         assert keys.read(tmp_path, 20) == running.rendezvous
 
 
 def test_read_passes_over_a_file_whose_port_now_belongs_to_another_run(tmp_path: Path) -> None:
-    with served(_done) as other:
+    with Running(_done) as other:
         keys.write(tmp_path, stranger(other.rendezvous.address))
         with pytest.raises(WaitTimeout, match="nobody with its keys answers"):
             keys.read(tmp_path, 1)
@@ -329,7 +326,7 @@ def test_unreachable_controller_is_given_up_after_the_connect_time() -> None:
 
 
 def test_a_second_controller_of_a_run_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    with served(_done) as running:
+    with Running(_done) as running:
         keys.write(tmp_path, running.rendezvous)
         with pytest.raises(UserError, match=rf"{tmp_path}: got a second controller, .*process {os.getpid()} on "):
             keys.write(tmp_path, stranger("tcp://127.0.0.1:1"))
@@ -340,7 +337,7 @@ def test_one_that_was_first_meanwhile_is_found_before_its_file_is_replaced(tmp_p
     """While the file of a controller that has ended is asked about, another writes its own."""
     old, ours = (stranger(f"tcp://127.0.0.1:{port}") for port in (1, 2))
     keys.write(tmp_path, old)
-    with served(_done) as other:
+    with Running(_done) as other:
         theirs, answers = msgspec.json.encode(other.rendezvous), keys.answers
 
         def slow(to: Rendezvous, timeout_s: float) -> bool:

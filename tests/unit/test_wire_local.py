@@ -19,7 +19,7 @@ from asyncmoe.rpc.messages import Commit, Done, Fetched, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Buffer
-from tests.unit.test_wire import served
+from tests.unit.test_wire import Running
 
 FRAMES: list[Buffer] = [b"", b"x", memoryview(bytearray(range(256)) * 4096)]
 
@@ -45,7 +45,7 @@ def _fetch(to: Rendezvous) -> list[bytes]:
 
 
 def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
-    with served(_answer) as running:
+    with Running(_answer) as running:
         to = running.rendezvous
         assert stat.S_IMODE(Path(to.local_dir).stat().st_mode) == 0o700
         assert _fetch(msgspec.structs.replace(to, local_dir="")) == FRAMES
@@ -54,7 +54,7 @@ def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5], ids=["asked-at-once", "asked-when-refused"])
 def test_a_wrong_secret_is_refused(after_s: float) -> None:
-    with served(_answer) as running, Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t") as client:
+    with Running(_answer) as running, Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t") as client:
         time.sleep(after_s)
         with pytest.raises(WaitTimeout, match="rejected our key"):
             client.ask(Commit(0), 20)
@@ -65,7 +65,7 @@ def test_a_server_for_its_own_host_alone_listens_on_no_port() -> None:
         return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
     before = listening()
-    with served(_answer, here_only=True) as running:
+    with Running(_answer, here_only=True) as running:
         assert listening() <= before
         assert running.rendezvous.address == local.address(Path(running.rendezvous.local_dir))
         assert _fetch(running.rendezvous) == FRAMES
@@ -73,7 +73,7 @@ def test_a_server_for_its_own_host_alone_listens_on_no_port() -> None:
 
 @pytest.mark.parametrize("mode", [0o770, 0o701])
 def test_a_directory_that_others_may_enter_is_not_used(mode: int) -> None:
-    with served(_answer) as running:
+    with Running(_answer) as running:
         Path(running.rendezvous.local_dir).chmod(mode)
         assert not local.reachable(running.rendezvous.local_dir)
         assert _fetch(running.rendezvous) == FRAMES

@@ -37,6 +37,7 @@ from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
 from tests.configs import minimal
 from tests.unit import openai_policy
+from tests.unit.asynchronous import until
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 from tests.unit.test_producer import Numbers
 
@@ -177,9 +178,8 @@ class Cluster:
 
     async def lost(self, number: int) -> str:
         """Why a worker is lost, once it is."""
-        while not (why := self.fleet._workers[number].gone):
-            await asyncio.sleep(0.01)
-        return why
+        await until(lambda: self.fleet._workers[number].gone)
+        return self.fleet._workers[number].gone
 
     async def train(self, step: int) -> Leased:
         """Lease, fetch from whoever holds it, and commit a step; then publish the next version."""

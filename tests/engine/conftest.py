@@ -38,7 +38,7 @@ from tests.configs import minimal
 from tests.engine.oracle import Oracle, largest_difference
 from tests.engine.sender import Sender
 from tests.ranks import launch
-from tests.system.runs import wait_for
+from tests.system.runs import command_line, wait_for
 
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
@@ -194,7 +194,7 @@ def running(
 def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:
     """Return the processes of a server, or those with `part` in their command line or title."""
     main = psutil.Process(engine._child.pid)
-    return [one for one in (main, *main.children(recursive=True)) if part in " ".join(one.cmdline())]
+    return [one for one in (main, *main.children(recursive=True)) if part in command_line(one)]
 
 
 def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:

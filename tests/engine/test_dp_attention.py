@@ -24,6 +24,7 @@ from tests.engine.oracle import Oracle, largest_difference, with_others
 from tests.engine.test_direct import Stage, wrong
 from tests.engine.test_families import check_routes
 from tests.engine.test_overlap import CLIENTS, Load, alive, certain, check_records, reference
+from tests.system.runs import command_line
 
 __all__ = ["certain", "reference"]
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -88,7 +89,7 @@ def test_ranks_of_two_nodes_are_reached_through_encrypted_ports(runner: asyncio.
     try:
         with running(config, runner, start=start) as rig:
             check_groups(Stage(rig, [first], tmp_path, ()), first)
-            processes = [one for node in rig.engines for one in family(node) if "scheduler" not in " ".join(one.cmdline())]
+            processes = [one for node in rig.engines for one in family(node) if "scheduler" not in command_line(one)]
             ports = {c.laddr.port for one in processes for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
             ports -= {int(rig.engine.url.rpartition(":")[2])}
             assert len(ports) >= 4

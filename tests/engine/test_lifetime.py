@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from tests.engine.conftest import ended, settings
-from tests.system.runs import Command, wait_for
+from tests.system.runs import Command, command_line, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +25,7 @@ def test_no_server_outlives_its_keeper(model: Path, tmp_path: Path, number: sign
     keeper = psutil.Process(command.process.pid)
 
     def spawned() -> list[psutil.Process]:
-        return [one for one in keeper.children(recursive=True) if any("spawn_main" in word or "sglang::" in word for word in one.cmdline())]
+        return [one for one in keeper.children(recursive=True) if re.search("spawn_main|sglang::", command_line(one))]
 
     try:
         assert wait_for(lambda: len(spawned()) >= 2, 180), (tmp_path / "log").read_text()

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[2]
 ENGINES = REPOSITORY / ".venv-engine" / "bin" / "python"
 MARK = "ASYNCMOE_TESTMARK"
@@ -100,6 +102,13 @@ def _marked(mark: str) -> dict[int, str]:
         with suppress(OSError):  # it has ended
             found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):  # psutil.ZombieProcess is one
+        return " ".join(process.cmdline())
+    return ""
 
 
 def marked_entries(mark: str) -> Iterator[Path]:

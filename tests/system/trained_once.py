@@ -13,7 +13,7 @@ from asyncmoe.queue import records
 from asyncmoe.queue.fold import LogState, fold
 from asyncmoe.telemetry import processes
 from tests.chaos import invariants, real_world
-from tests.system.runs import json_lines, metrics
+from tests.system.runs import command_line, json_lines, metrics
 
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
 WARM = 4
@@ -29,7 +29,7 @@ def process(directory: Path, role: str, part: str = "") -> psutil.Process:
     (found,) = [one for one in processes.read(directory) if one.role == role]
     assert processes.runs(found), f"{role} does not run"
     family = psutil.Process(found.pid)
-    return next(one for one in family.children(recursive=True) if part in " ".join(one.cmdline())) if part else family
+    return next(one for one in family.children(recursive=True) if part in command_line(one)) if part else family
 
 
 def told_by_log(directory: Path) -> LogState:

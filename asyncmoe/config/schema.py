@@ -120,6 +120,12 @@ class Config(Section):
         if groups > 1 and nodes > 1 and self.cluster.network == "loopback":
             expected = f"1 because engines.nodes is {nodes} on one machine (cluster.network: loopback)"
             raise refused("engines.dp_attention", groups, expected, "lower either key, or name the network")
+        if self.engines.max_running % groups:
+            raise refused("engines.max_running", self.engines.max_running, f"a multiple of engines.dp_attention = {groups}")
+        cache, most = self.engines.max_total_tokens, self.environment.max_tokens
+        if groups > 1 and cache is not None and most is not None and cache // groups < most:
+            expected = f"at least {groups * most}: each of engines.dp_attention = {groups} groups must hold environment.max_tokens = {most}"
+            raise refused("engines.max_total_tokens", cache, expected)
         return self
 
     @model_validator(mode="after")

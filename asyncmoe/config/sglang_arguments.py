@@ -15,6 +15,8 @@ from asyncmoe.plugins import nearest
 
 _OWNED = """
 --attention-data-parallel-size=engines.dp_attention --attn-dp-size=engines.dp_attention
+--data-parallel-size=engines.dp_attention --dp-size=engines.dp_attention
+--enable-dp-attention=engines.dp_attention
 --base-gpu-id=engines.first_gpu --dtype=engines.dtype --ep=engines.ep --ep-size=engines.ep --expert-parallel-size=engines.ep
 --host=cluster.network --max-running-requests=engines.max_running --model=model.path --model-path=model.path --nnodes=engines.nodes
 --port=engines.port --random-seed=run.seed --tensor-parallel-size=engines.tp --tp=engines.tp --tp-size=engines.tp

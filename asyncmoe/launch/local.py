@@ -102,6 +102,8 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     for key, value in config.trainer.needs_gpu if here and devices.none_here() else ():
         faults.add(no_gpu_for(key, value))  # the trainer would refuse it a minute later
     hf = faults.of(_checked_model, config, weights)
+    if here and config.engines.nodes > 1 and config.engines.dp_attention > 1:
+        faults.of(_check_address, config.cluster.network)
     faults.of(copier.check, config)
     found = faults.of(checkpoints.survey, config.run.dir)
     for line in found.lines if found else ():
@@ -119,6 +121,16 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     faults.refuse()
     assert found is not None
     return found
+
+
+def _check_address(network: str) -> None:
+    """Refuse a network whose address is this machine's loopback, as that of a host's name often is: groups of an engine's ranks meet in
+    files only if the engine has one node. Raises UserError."""
+    if network != "loopback" and (found := address.reachable(network)).startswith("127."):
+        hint = "name an interface or a network (ib0, 10.1.0.0/16), or set ASYNCMOE_HOST to an address"
+        raise ConfigError(
+            "cluster.network", got=f"{network}, which is {found} here", expected="an address that other machines reach", hint=hint
+        )
 
 
 def _check_redis(url: str) -> None:

@@ -274,7 +274,7 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
         able = [parallel for parallel, room in rooms.items() if room >= max(memory.LEAST, parallel.attn_dp) * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
-            running = min(serving.running, 2 * rooms[chosen] // cluster.context)
+            running = min(serving.running, 2 * rooms[chosen] // cluster.context) // chosen.attn_dp * chosen.attn_dp
             full = replace(serving, tokens=rooms[chosen], running=running)
             return EngineSizes(chosen, full, memory.engine(hf, chosen, full), nodes)
     return None

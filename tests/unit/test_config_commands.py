@@ -205,6 +205,15 @@ def test_several_nodes_without_checkpoints_are_warned_of(
     assert capsys.readouterr().err.startswith("warning: trainer.checkpoint_every: got 0 ") == warned
 
 
+@pytest.mark.usefixtures("no_engine")
+def test_groups_of_an_engine_over_several_nodes_do_not_meet_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the name of a host often is an address of loopback."""
+    over = demo(tmp_path, "cluster.network=hostname", "engines.tp=2", "engines.nodes=2", "engines.dp_attention=2")
+    monkeypatch.setenv("ASYNCMOE_HOST", "127.0.1.1")
+    with pytest.raises(UserError, match=r"^cluster\.network: got hostname, which is 127\.0\.1\.1 here"):
+        local.check(over)
+
+
 def test_what_is_shown_says_how_many_requests_null_means(tmp_path: Path) -> None:
     assert "rollout.max_concurrent: 128\n" in config_commands.shown(demo(tmp_path, "engines.count=2"))
     assert "rollout.max_concurrent: " not in config_commands.shown(demo(tmp_path, "rollout.max_concurrent=9"))

@@ -42,7 +42,12 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
         ),
         (('engines.args=["--attn-dp-size", "2"]',), "engines.args: got --attn-dp-size, expected none of .* set engines.dp_attention"),
         (('engines.args=["--nnodes", "2"]',), "engines.args: got --nnodes, expected none of .* set engines.nodes"),
-        (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected a supported argument of .* leave it out"),
+        (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected none of .* set engines.dp_attention"),
+        (("engines.tp=2", "engines.dp_attention=2", "engines.max_running=9"), "engines.max_running: got 9, expected a multiple of"),
+        (
+            ("engines.tp=2", "engines.dp_attention=2", "engines.max_total_tokens=199", "environment.max_tokens=100"),
+            "engines.max_total_tokens: got 199, expected at least 200",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(overrides: Sequence[str], words: str) -> None:
@@ -95,9 +100,9 @@ def test_every_node_is_started_alike_but_for_its_number(monkeypatch: pytest.Monk
 
 def test_data_parallel_ranks_share_what_an_engine_may_hold() -> None:
     assert "--attn-dp-size" not in started(config("engines.tp=4"), 0, ALONE)
-    given = started(config("engines.tp=4", "engines.dp_attention=2", "engines.max_running=9", "engines.max_total_tokens=8193"), 0, ALONE)
+    given = started(config("engines.tp=4", "engines.dp_attention=2", "engines.max_running=8", "engines.max_total_tokens=8193"), 0, ALONE)
     shown = [option(given, name) for name in ("--attn-dp-size", "--max-total-tokens", "--cuda-graph-max-bs-decode")]
-    assert (shown, option(given, "--max-running-requests")) == (["2", "4096", "4"], "9")  # SGLang divides the last one itself
+    assert (shown, option(given, "--max-running-requests")) == (["2", "4096", "4"], "8")  # SGLang divides the last one itself
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))

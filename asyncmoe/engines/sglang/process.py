@@ -192,7 +192,7 @@ def command(
             flags["dist-init-addr"] = place.meeting.removeprefix(_TCP)
     if section.dp_attention > 1:
         # Without a limit, SGLang reserves memory for graphs in which one group runs all requests.
-        flags |= {"attn-dp-size": section.dp_attention, "cuda-graph-max-bs-decode": max(1, section.max_running // section.dp_attention)}
+        flags |= {"attn-dp-size": section.dp_attention, "cuda-graph-max-bs-decode": section.max_running // section.dp_attention}
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens // section.dp_attention  # of each group
     switches = ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-shared-experts-fusion"]

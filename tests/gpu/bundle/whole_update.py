@@ -132,7 +132,7 @@ class Engine(torch.nn.Module):
 
 def receive(hf: dict[str, Any], device: str, controller: Connection) -> None:
     """The receiving process: obey commands. After a commit the parameters are read anew, and their digest compared with the sender's."""
-    model, places = Engine(hf, device), {"tp_rank": 0, "moe_ep_rank": 0}
+    model, places = Engine(hf, device), {"tp_rank": 0, "moe_ep_rank": 0, "attn_dp_rank": 0}
     without_sglang = patch.multiple(handshake, places=lambda: places, obstacles=lambda _: [])
     with without_sglang, suppress(EOFError):
         while True:

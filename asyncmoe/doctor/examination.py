@@ -54,7 +54,7 @@ def examine(words: Sequence[str]) -> Report:
     safe = valid.state == "ok" or config is None or not plugins.is_name(config.model.family)  # a family's code may end this process
     machine = gather(config, with_model=safe)
     checks = {name: check(machine) for name, check in CHECKS.items()}
-    checks["infiniband"] = infiniband.infiniband(machine.adapters)
+    checks["infiniband"] = infiniband.infiniband(machine.nics)
     checks |= {"shm": host.shm(), "open-files": host.open_files(config), "sandbox": host.sandbox()}
     checks["configuration"] = valid
     if config is not None:
@@ -72,7 +72,7 @@ def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
     for whose, python in machine.pythons:
         found |= _of_python(machine, python, f"of {whose} Python")
     if machine.nvidia.driver is not None:
-        found |= {"NVIDIA's driver": machine.nvidia.driver, "usable InfiniBand ports": str(len(machine.adapters.usable))}
+        found |= {"NVIDIA's driver": machine.nvidia.driver, "usable InfiniBand ports": str(len(machine.nics.usable))}
     return found if digest is None else {**found, "configuration": digest[:12]}
 
 

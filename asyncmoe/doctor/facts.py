@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.platform.kernels import Kernels
-from asyncmoe.rpc.adapters import Adapters
+from asyncmoe.rpc.nics import Nics
 
 IN_USE = 0.05
 """Share of a GPU's memory that an idle driver may take."""
@@ -187,7 +187,7 @@ class Machine:
     trainer: PythonFacts
     engine: PythonFacts | None
     nvidia: Nvidia
-    adapters: Adapters
+    nics: Nics
     run: PlannedRun | None
 
     @property

@@ -14,7 +14,7 @@ from asyncmoe.doctor import nvidia, pythons
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
-from asyncmoe.rpc import adapters
+from asyncmoe.rpc import nics
 
 
 def gather(config: Config | None, with_model: bool = True) -> Machine:
@@ -36,5 +36,5 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
             trainer=trainer.result(),
             engine=engine.result() if engine is not None else None,
             nvidia=gpus.result(),
-            adapters=adapters.look(),
+            nics=nics.look(),
         )

@@ -106,7 +106,7 @@ class Card(msgspec.Struct, frozen=True):
         wanted: bytes that receiving allocates besides staging memory.
         copy: bytes of staging memory for a whole version; 0 on trainer ranks.
         nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
-        network: how NCCL connects this host to others (`rpc.adapters.network`); otherwise empty.
+        network: how NCCL connects this host to others (`rpc.nics.network`); otherwise empty.
         unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
     """
 

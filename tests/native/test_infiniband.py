@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.doctor import infiniband
-from asyncmoe.rpc import adapters
+from asyncmoe.rpc import nics
 
 _LIBRARY = """char *all[] = {"mlx5_0", "mlx5_1"}; char **ibv_get_device_list(int *count) { *count = N; return all; }
 const char *ibv_get_device_name(char *device) { return device; }"""
@@ -26,8 +26,8 @@ def test_ports_that_nccl_cannot_use_are_named(tmp_path: Path, monkeypatch: pytes
     if count is not None:
         compiler = ["gcc", "-shared", "-fPIC", f"-DN={count}", "-xc", "-", "-o", str(library)]
         subprocess.run(compiler, input=_LIBRARY, text=True, check=True, timeout=60)
-    found = infiniband.infiniband(there := adapters.look(tmp_path / "sys"))
+    found = infiniband.infiniband(there := nics.look(tmp_path / "sys"))
     assert (found.state, f"instead of {lost}," in found.line) == (("warning", True) if lost else ("ok", False)), found
-    networks = [adapters.network(settings, there) for settings in ({}, {"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "x"})]
+    networks = [nics.network(settings, there) for settings in ({}, {"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "x"})]
     assert networks == ["InfiniBand" if count else "TCP", "TCP", ""]
-    assert infiniband.infiniband(adapters.look(tmp_path)).state == "not here"
+    assert infiniband.infiniband(nics.look(tmp_path)).state == "not here"

@@ -174,7 +174,7 @@ def meetings() -> Iterator[Callable[..., Rig]]:
         return rigs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
+        patch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0, "attn_dp_rank": 0})
         patch.setattr(handshake, "obstacles", lambda _: [])
         yield make
         for rig in rigs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncmoe.doctor.facts import Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
 from asyncmoe.platform.kernels import Kernels
-from asyncmoe.rpc.adapters import Adapters
+from asyncmoe.rpc.nics import Nics
 
 SOURCES = ("5e" * 32, "ca" * 32)
 REQUIREMENTS = {
@@ -56,7 +56,7 @@ NODE = Machine(
     trainer=TRAINER,
     engine=ENGINE,
     nvidia=Nvidia(8, "570.86.15", GPUS),
-    adapters=Adapters({"mlx5_0:1": "ACTIVE", "mlx5_1:1": "ACTIVE"}, ("mlx5_0", "mlx5_1")),
+    nics=Nics({"mlx5_0:1": "ACTIVE", "mlx5_1:1": "ACTIVE"}, ("mlx5_0", "mlx5_1")),
     run=None,
 )
 
@@ -78,7 +78,7 @@ LAPTOP = replace(
     ),
     engine=replace(ENGINE, torch=_CPU_TORCH, extension=_CPU_EXTENSION, nccl=_NO_NCCL, cuda_driver=None),
     nvidia=Nvidia(trouble="there is no nvidia-smi"),
-    adapters=Adapters(),
+    nics=Nics(),
 )
 
 

@@ -78,7 +78,7 @@ def test_versions() -> None:
         ("trainer__extension__built_from", ("0" * 64,), "sources of asyncmoe's extension of the trainer's Python", "0" * 12),
         ("engine__nccl__version", 22809, "NCCL of the engines' Python", "2.28.9"),
         ("nvidia__driver", "570.9.1", "NVIDIA's driver", "570.9.1"),
-        ("adapters__listed", (), "usable InfiniBand ports", "0"),
+        ("nics__listed", (), "usable InfiniBand ports", "0"),
     ],
 )
 def test_a_node_that_deviates_has_another_version(path: str, value: Any, what: str, found: str) -> None:

@@ -46,8 +46,8 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
 def test_the_commands_that_compare_nodes_name_the_one_without_libibverbs(tmp_path: Path) -> None:
-    for node in (NODE, but(NODE, host="node02", adapters__listed=()), but(NODE, host="node03")):
-        report = Report(node.host, versions_of(node, None), {"infiniband": infiniband.infiniband(node.adapters)})
+    for node in (NODE, but(NODE, host="node02", nics__listed=()), but(NODE, host="node03")):
+        report = Report(node.host, versions_of(node, None), {"infiniband": infiniband.infiniband(node.nics)})
         (tmp_path / f"doctor-{node.host}.json").write_bytes(msgspec.json.encode(report))
     script = f"grep '^jq ' {ROOT}/docs/cluster.md | bash"
     told = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True, timeout=60).splitlines()

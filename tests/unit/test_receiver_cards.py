@@ -13,7 +13,7 @@ import torch
 from asyncmoe.errors import UserError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.reshard.nccl import Origin
-from asyncmoe.rpc import adapters
+from asyncmoe.rpc import nics
 from asyncmoe.weights.protocol import Card, EngineRanks, Ready, Terms
 from asyncmoe.weights.receiver import cards, handshake
 from asyncmoe.weights.receiver.cards import card_of, in_place, unfit
@@ -85,7 +85,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_a_rank_says_what_its_card_and_its_library_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "origin", lambda: Origin(23007, "/x/libnccl.so.2"))
-    monkeypatch.setattr(adapters, "here", lambda: "TCP")
+    monkeypatch.setattr(nics, "here", lambda: "TCP")
     mine = Card(socket.gethostname(), "cuda:3", "GPU-3", 12 << 30, 80 << 30, 5, "2.30.7", "/x/libnccl.so.2", ("GPU-0",), network="TCP")
     assert card_of(torch.device("cuda:3"), TERMS, 5) == mine
 

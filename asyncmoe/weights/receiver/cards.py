@@ -10,7 +10,7 @@ import torch
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.reshard.nccl import origin
-from asyncmoe.rpc import adapters
+from asyncmoe.rpc import nics
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Card, Terms
 
@@ -47,7 +47,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
         library=found.path if found else "",
         unreachable=tuple(sorted(unreachable)),
         copy=copy,
-        network=adapters.here() if found else "",
+        network=nics.here() if found else "",
     )
 
 

@@ -12,7 +12,7 @@ from asyncmoe.rpc import nccl_settings
 
 
 @dataclass(frozen=True)
-class Adapters:
+class Nics:
     """InfiniBand and RoCE adapters of a machine.
 
     Attributes:
@@ -36,17 +36,17 @@ class Adapters:
         return tuple(port for port in self.up if port.rpartition(":")[0] in self.listed)
 
 
-def look(folder: Path = Path("/sys/class/infiniband")) -> Adapters:
+def look(folder: Path = Path("/sys/class/infiniband")) -> Nics:
     """Return the facts about this machine's adapters; libibverbs is opened only if there are any."""
     states = {f"{state.parents[2].name}:{state.parent.name}": state for state in sorted(folder.glob("*/ports/*/state"))}
     ports = {port: state.read_text().strip().split(": ")[-1] for port, state in states.items()}
     try:
-        return Adapters(ports, _listed() if ports else ())
+        return Nics(ports, _listed() if ports else ())
     except OSError as error:
-        return Adapters(ports, trouble=str(error))
+        return Nics(ports, trouble=str(error))
 
 
-def network(settings: Mapping[str, str], adapters: Adapters) -> str:
+def network(settings: Mapping[str, str], nics: Nics) -> str:
     """Return "InfiniBand" or "TCP": how NCCL connects this machine to others; "": the user's plug-in decides.
 
     Args:
@@ -54,7 +54,7 @@ def network(settings: Mapping[str, str], adapters: Adapters) -> str:
     """
     if settings.keys() & {"NCCL_NET", "NCCL_NET_PLUGIN"}:
         return ""
-    return "InfiniBand" if adapters.usable and settings.get("NCCL_IB_DISABLE", "0") == "0" else "TCP"
+    return "InfiniBand" if nics.usable and settings.get("NCCL_IB_DISABLE", "0") == "0" else "TCP"
 
 
 def here() -> str:

@@ -1,0 +1,102 @@
+"""Records of trained steps, in RUN/trained.jsonl: rank 0 of the trainer writes a line when it starts, and one after each step.
+
+A trainer that returns to a checkpoint trains its steps again and writes new lines for them; the newest line of a step counts. With the
+run's log, which holds the batches, and a checkpoint, the lines suffice to train the steps again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import Tail, decoded
+
+TRAINED = "trained.jsonl"
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A start of the trainer. The following steps, up to the next start, were trained under it.
+
+    Attributes:
+        started_at: steps taken before.
+        config: the configuration, as `Config.model_dump(mode="json")` returns it.
+        circumstances: what, besides the record, the bits of a step depend on, by name (`asyncmoe.flight.circumstances`).
+        tensors: the names of the digests in `TrainedStep`, in the order of the forward pass.
+        deterministic: whether the same record gives the same bits (`run.deterministic`).
+    """
+
+    started_at: int
+    config: dict[str, Any]
+    circumstances: dict[str, str]
+    tensors: tuple[str, ...]
+    deterministic: bool
+
+
+class TrainedStep(msgspec.Struct, frozen=True):
+    """A step of reinforcement learning. Warm-up steps have no record.
+
+    Digests are arrays of little-endian uint64, one for each of `Started.tensors`. They do not depend on the parallel layout
+    (`asyncmoe.trainer.model.digests`).
+
+    Attributes:
+        step: steps taken, this one included, as in metrics.jsonl. The step trained the lease of number `step - 1`.
+        items: digest of the leased trajectories' metadata, 16 hexadecimal digits (`digest_of`).
+        schedule: for each optimizer update, the micro-batches of each data-parallel rank: positions in the batch.
+        refused: for each update, whether `verify` refused it.
+        advantages: float32[n], little-endian: the advantage of each trajectory's outcome, in the order of the batch.
+        lr: learning rate.
+        loss, grad_norm: of each update.
+        gradient: digests of the gradients of the updates that were made, after reduction over ranks and before clipping.
+        weights, optimizer: digests of the state after the step; `optimizer` covers float32 masters and Adam's averages.
+    """
+
+    step: int
+    items: str
+    schedule: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    refused: tuple[bool, ...]
+    advantages: bytes
+    lr: float
+    loss: tuple[float | None, ...]
+    grad_norm: tuple[float | None, ...]
+    gradient: bytes
+    weights: bytes
+    optimizer: bytes
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The records of a run.
+
+    Attributes:
+        steps: the newest record of each step, by `TrainedStep.step`.
+        starts: the start under which it was trained, by the same number.
+    """
+
+    steps: Mapping[int, TrainedStep]
+    starts: Mapping[int, Started]
+
+
+def read(run_dir: Path) -> Recorded:
+    """Read the records of a run; an incomplete last line is ignored.
+
+    Raises:
+        DataError: the run has no records, or a line is damaged.
+    """
+    if not (path := run_dir / TRAINED).is_file():
+        expected = f"a run with {TRAINED}, which records its trained steps"
+        raise DataError("RUN", got=f"{run_dir}, which has none", expected=expected, hint="runs of older versions have no records")
+    steps: dict[int, TrainedStep] = {}
+    starts: dict[int, Started] = {}
+    start: Started | None = None
+    for where, line in Tail(path).lines():
+        if b'"started_at"' in line:
+            start = decoded(where, line, Started)
+        elif start is not None:
+            step = decoded(where, line, TrainedStep)
+            steps[step.step], starts[step.step] = step, start
+    return Recorded(steps, starts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,16 +16,15 @@ from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config, moved
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
-from asyncmoe.flight import compare, records, stretches
-from asyncmoe.flight.batches import Batches
+from asyncmoe.flight import compare, records
 from asyncmoe.flight.records import Recorded
+from asyncmoe.flight.source import Source, Stretch, ranges
 from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
-from asyncmoe.flight.stretches import Stretch
 from asyncmoe.launch.torchrun import THREADS, trainer_command, trainer_environment
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.models import origin
-from asyncmoe.process import Child
+from asyncmoe.process import WARNING, Child
 from asyncmoe.rollout import run_log
 from asyncmoe.scratch import Scratch
 from asyncmoe.telemetry.records import Tail, read_steps
@@ -37,32 +35,6 @@ _FAR = 0.5
 """Effective sample size, as a share, below which a fork's policy is too far from the recorded batches."""
 Steps = tuple[int, int]
 """First and last step, both included."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A recorded run.
-
-    Attributes:
-        config: its newest configuration.
-        kept: numbers of the leases in its log.
-    """
-
-    folder: Path
-    config: Config
-    recorded: Recorded
-    kept: frozenset[int]
-
-    @classmethod
-    def of(cls, folder: Path) -> Source:
-        """Read a run's records. Raises UserError: it has none, or they are damaged."""
-        config = configuration.of_run(folder)
-        return cls(folder, config, records.read(folder), frozenset(Batches(folder, config.log).kept))
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that have a record and a batch, ascending."""
-        return [step for step in sorted(self.recorded.steps) if step - 1 in self.kept]
 
 
 def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool:
@@ -78,13 +50,10 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool
         AsyncmoeError: a rank failed.
     """
     source = Source.of(run_dir)
-    first, last = steps or _every(source)
-    path = stretches.base(run_dir, first - 1, source.config.warmup.steps)
-    done = 0 if path is None else directories.step_of(path.name) or 0
-    scratch = Scratch()
+    first, last = steps or source.newest
+    done, scratch = source.base(first - 1), Scratch()
     target = scratch.path / "replay"
-    print(f"steps {done + 1} to {last}, from {'the model' if path is None else path.name}, in {target}")
-    _train(source, done, last, target, overrides, path, forks=False, keeps=False)
+    _train(source, done, last, target, overrides, source.checkpoint(done), forks=False, keeps=False)
     asked, mine = range(first, last + 1), records.read(target)
     print(*_told(source.recorded, mine, asked, target), sep="\n")
     scratch.remove()
@@ -98,31 +67,29 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
         UserError: as `replay`; the directory exists.
         AsyncmoeError: a rank failed.
     """
-    source = Source.of(run_dir)
-    there = [step for step in source.steps if step > at]
-    last = at
-    while there and last + 1 in there:
+    source, last = Source.of(run_dir), at
+    while last + 1 in source.steps:
         last += 1
     if last == at:
-        known = stretches.ranges(source.steps) or "no step"
-        raise ConfigError("--at", got=at, expected=f"a step before recorded ones; {known} can be trained again")
-    path = stretches.base(run_dir, at, source.config.warmup.steps)
-    done = 0 if path is None else directories.step_of(path.name) or 0
+        there = ranges(source.steps) or "none"
+        raise ConfigError("--at", got=at, expected=f"a step before one that can be trained again; these are {there}")
     given = configuration.of_run(run_dir, overrides).run.dir
-    target = given if given != run_dir else run_dir.with_name(f"{run_dir.name}-fork-{at}")
+    target = run_dir.with_name(f"{run_dir.name}-fork-{at}") if given == run_dir else given
     storage.check_new("fork", target)
     storage.make_private(target)
     if (run_dir / origin.FILE).exists():
         shutil.copy(run_dir / origin.FILE, target)
+    done = source.base(at)
+    checkpoint = source.checkpoint(done)
     if done < at:
-        _train(source, done, at, target, [], path, forks=False, keeps=True)
-        path = directories.directory(target, at)
-    _train(source, at, last, target, overrides, path, forks=True, keeps=True)
+        _train(source, done, at, target, [], checkpoint, forks=False, keeps=True)
+        checkpoint = directories.directory(target, at)
+    _train(source, at, last, target, overrides, checkpoint, forks=True, keeps=True)
     weak = [one for one in read_steps(target / METRICS) if one.step > at and one.ess is not None and one.ess < _FAR]
     if weak:
         lowest = min(weak, key=lambda one: one.ess or 0.0)
         told = f"below {_FAR:g} from step {weak[0].step} on, {lowest.ess:.2g} at step {lowest.step}"
-        print(f"warning: the effective sample size is {told}: the policy is too far from the recorded batches to judge it by them")
+        print(f"{WARNING}the effective sample size is {told}: the policy is too far from the recorded batches to judge it by them")
     return target
 
 
@@ -131,25 +98,10 @@ def against(run_dir: Path, other: Path) -> bool:
     one, two = records.read(run_dir), records.read(other)
     both = sorted(one.steps.keys() & two.steps.keys())
     if not both:
-        got = f"steps {stretches.ranges(one.steps)} and {stretches.ranges(two.steps)}"
+        got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
         raise UserError("--against", got=got, expected="two runs that have records of the same steps")
     print(*_told(one, two, range(both[0], both[-1] + 1), other), sep="\n")
     return compare.first_difference(one, two, range(both[0], both[-1] + 1)) is None
-
-
-def _every(source: Source) -> Steps:
-    """Return the newest consecutive steps that can be trained again."""
-    known = source.steps
-    if not known:
-        raise UserError(
-            "RUN", got=f"{source.folder}, whose log has no batch of a recorded step", expected="a run that keeps some (log.keep)"
-        )
-    first = last = known[-1]
-    while first - 1 in known:
-        first -= 1
-    taken = [one for path in directories.complete(source.folder) if (one := directories.step_of(path.name)) is not None]
-    begins = [one for one in ([0] if not source.config.warmup.steps else []) + taken if first - 1 <= one < last]
-    return (min(begins) + 1 if begins else first), last
 
 
 def _train(
@@ -162,8 +114,7 @@ def _train(
         forks: the configuration of the first step decides, with the overrides; else each step is repeated as it was.
         keeps: save a checkpoint of the last step.
     """
-    stretches.check_kept(source.folder, source.kept, source.recorded, done, last)
-    parts = stretches.stretches(source.recorded, done, last)
+    parts = source.stretches(done, last)
     parts = [Stretch(parts[0].start, done, last)] if forks else parts
     for part in parts:
         if checkpoint is not None and (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:

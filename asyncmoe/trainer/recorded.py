@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,9 +17,8 @@ from asyncmoe import config as configuration
 from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.flight import records
-from asyncmoe.flight.batches import Batches
-from asyncmoe.flight.records import Recorded, TrainedStep
+from asyncmoe.flight.records import TrainedStep
+from asyncmoe.flight.source import Source
 from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
 from asyncmoe.imports import uncollected
 from asyncmoe.process import die_with_parent, freeze, leave, named, say
@@ -28,29 +27,16 @@ from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume
 
 
-@dataclass(frozen=True)
-class Source:
-    """The recorded run: its batches, and the records of its steps."""
-
-    folder: Path
-    batches: Batches
-    recorded: Recorded
-
-    @classmethod
-    def of(cls, folder: Path) -> Source:
-        """Open a run's records. Raises DataError."""
-        return cls(folder, Batches(folder, configuration.of_run(folder).log), records.read(folder))
-
-    def told(self, step: int, layout: dict[str, str]) -> TrainedStep | None:
-        """Return the record of a step (steps taken, this one included), without its micro-batches if it had another layout; None: it has
-        none."""
-        found = self.recorded.steps.get(step)
-        if found is None or layout_of(self.recorded.starts[step].circumstances) == layout:
-            return found
-        return msgspec.structs.replace(found, schedule=())
+def told(source: Source, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
+    """Return the record of a step (steps taken, this one included), without its micro-batches if it had another layout; None: it has
+    none."""
+    found = source.recorded.steps.get(step)
+    if found is None or layout_of(source.recorded.starts[step].circumstances) == layout:
+        return found
+    return msgspec.structs.replace(found, schedule=())
 
 
-def layout_of(circumstances: dict[str, str]) -> dict[str, str]:
+def layout_of(circumstances: Mapping[str, str]) -> dict[str, str]:
     """Return the circumstances that the micro-batches depend on."""
     return {name: value for name, value in circumstances.items() if name.startswith("trainer.")}
 
@@ -88,14 +74,14 @@ def run(config: Config, stage: Stage) -> None:
     freeze()
     for step in range(done, stage.last):
         begin, leased = unix(), source.batches.leased(step)
-        told = source.told(step + 1, layout_of(recorder.started.circumstances))
+        then = told(source, step + 1, layout_of(recorder.started.circumstances))
         got = unix()
-        learned = learner.learn(leased, "rl", step, lambda: None, told if stage.replays else None)
+        learned = learner.learn(leased, "rl", step, lambda: None, then if stage.replays else None)
         made = recorder.record(step + 1, leased.items, learned)
         if metrics is not None:
             metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, got, unix()), Stood()))
         known = directories.directory(source.folder, step + 1)
-        if stage.replays and told is not None and made.weights != told.weights and known.is_dir():
+        if stage.replays and then is not None and made.weights != then.weights and known.is_dir():
             found = differences(known, built)
             if place.rank == 0:
                 _note(config, Compared(step + 1, tuple(found)))

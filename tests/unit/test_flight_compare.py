@@ -28,9 +28,9 @@ def _record(seed: int, updates: int, fillers: int = 2) -> Recorded:
     for step in STEPS:
         advantages = random.normal(size=3 * updates).astype("<f4").tobytes()
         loss, norm = random.random((2, updates)).tolist()
-        digests = [random.integers(1, 1 << 63, len(TENSORS), dtype="<u8").tobytes() for _ in range(3)]
+        *gradient, weights, optimizer = [random.integers(1, 1 << 63, len(TENSORS), dtype="<u8").tobytes() for _ in range(updates + 2)]
         decided = (f"{step:016x}", schedule, (False,) * updates, advantages, 0.1 / step)
-        made[step] = TrainedStep(step, *decided, tuple(loss), tuple(norm), *digests)
+        made[step] = TrainedStep(step, *decided, tuple(loss), tuple(norm), tuple(gradient), weights, optimizer)
     return Recorded(made, dict.fromkeys(STEPS, start))
 
 
@@ -50,7 +50,9 @@ def _change(record: Recorded, step: int, what: str, update: int, at: set[int]) -
     elif isinstance(value, bytes):
         value = _flipped(value, "<u4" if what == "advantages" else "<u8", at)
     else:
-        change = {"schedule": lambda ranks: ranks[::-1], "refused": lambda one: not one}.get(what, lambda one: np.nextafter(one, 9).item())
+        changes: dict[str, Any] = {"schedule": lambda ranks: ranks[::-1], "refused": lambda one: not one}
+        changes["gradient"] = lambda one: _flipped(one, "<u8", at)
+        change = changes.get(what, lambda one: np.nextafter(one, 9).item())
         value = tuple(change(one) if u == update else one for u, one in enumerate(value))
     made = msgspec.structs.replace(old, **{field: value})
     return Recorded({**record.steps, step: msgspec.json.decode(msgspec.json.encode(made), type=TrainedStep)}, record.starts)

@@ -141,6 +141,6 @@ def in_forward_order(names: Iterable[str]) -> tuple[str, ...]:
     def key(name: str) -> tuple[int, bool, bool, int]:
         layer = _LAYER.search(name)
         number = int(layer[1]) if layer else -1 if name.startswith("embedding.") else sys.maxsize
-        return number, ".mlp." in name, ".linear_proj." in name, first[name]
+        return number, "mlp" in name, ".linear_proj." in name, first[name]
 
     return tuple(sorted(first, key=key))

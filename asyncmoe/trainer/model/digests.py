@@ -58,7 +58,8 @@ class StateDigests:
         self._state_boxes[:, FIRST] -= np.array([one.own.start for one in self._held], np.int64)[self._state_boxes[:, ARRAY]]
 
     def gradient(self, update: int) -> np.ndarray:
-        """Return digests of the gradients, reduced over ranks, in the buffers of Megatron's data parallelism.
+        """Return digests of the gradients, reduced over ranks, in the buffers of Megatron's data parallelism; 0 for routers' selection
+        biases, which have none.
 
         Args:
             update: number of the update in the step; it is part of the seeds.

@@ -17,7 +17,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard.layout import ITEM_BYTES
-from asyncmoe.reshard.memory import Array, addresses_of, memory_of
+from asyncmoe.reshard.memory import Array, memory_of
 
 ARRAY, FIRST, ROWS, COUNT, INDEX, STEP, PLACE = range(7)
 """Columns of boxes: the number of an array, the flat index in it of the box's first element, rows and elements per row, which follow each
@@ -46,31 +46,18 @@ def element_sums(arrays: Sequence[Array], boxes: np.ndarray, seeds: np.ndarray, 
         LayoutError: as `memory_of`.
     """
     memories = [memory_of(array, f"array {number} to digest") for number, array in enumerate(arrays)]
-    on_host = np.array([memory.device == "cpu" for memory in memories], bool)[boxes[:, ARRAY]]
-    items = np.array([ITEM_BYTES[memory.dtype] for memory in memories], np.int64)
-    host = boxes[on_host]
-    item = items[host[:, ARRAY]]
-    address = addresses_of(memories)[host[:, ARRAY]] + host[:, FIRST] * item
-    table = np.ascontiguousarray(np.column_stack([address, item, host[:, ROWS:]]))
-    sums: np.ndarray = _C.element_sums(table, seeds.view(np.int64), threads)
-    if len(host) < len(boxes):
-        sums += _sums_on_gpu(arrays, boxes[~on_host], seeds)
+    each = [(memory.address, ITEM_BYTES[memory.dtype], memory.device == "cpu") for memory in memories]
+    address, item, on_host = np.array(each, np.int64).reshape(-1, 3)[boxes[:, ARRAY]].T
+    table = np.column_stack([address + boxes[:, FIRST] * item, item, boxes[:, ROWS:]])
+    sums: np.ndarray = _C.element_sums(table[on_host == 1], seeds.view(np.int64), threads)
+    for number, first, rows, count, index, step, place in boxes[on_host == 0].tolist():
+        elements = arrays[number].detach().view(-1)[first : first + rows * count]
+        sums[place] = (int(sums[place]) + sum_of_terms(elements, count, index, step, int(seeds[place]))) % (1 << 64)
     return sums
 
 
-def _sums_on_gpu(arrays: Sequence[Any], boxes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    import torch
-
-    sums = torch.zeros(len(seeds), dtype=torch.int64, device=arrays[boxes[0, ARRAY]].device)
-    for number, first, rows, count, index, step, place in boxes.tolist():
-        elements = arrays[number].detach().view(-1)[first : first + rows * count]
-        sums[place] += sum_of_terms(elements, count, index, step, int(seeds[place]))
-    found: np.ndarray = sums.cpu().numpy().view(np.uint64)
-    return found
-
-
-def sum_of_terms(elements: Any, count: int, index: int, step: int, seed: int) -> Any:
-    """Return the sum of the terms of one box, computed by torch on the tensor's device: int64[], whose bits are those of the sum.
+def sum_of_terms(elements: Any, count: int, index: int, step: int, seed: int) -> int:
+    """Return the sum of the terms of one box modulo 2^64, computed by torch on the tensor's device.
 
     Args:
         elements: flat tensor of the rows of `count` elements; row i begins at element `index + i * step` of the canonical tensor.
@@ -88,7 +75,7 @@ def sum_of_terms(elements: Any, count: int, index: int, step: int, seed: int) ->
         for shift, factor in _MIX:
             part = (part ^ _shifted(part, shift)) * _signed(factor)
         sums += (part ^ _shifted(part, 31)).sum()
-    return sums
+    return int(sums) % (1 << 64)
 
 
 def _shifted(words: Any, bits: int) -> Any:

@@ -19,7 +19,7 @@ from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, optimizer
-from asyncmoe.trainer.model.differences import differences
+from asyncmoe.trainer.model.differences import TensorDifference, differences
 from asyncmoe.trainer.model.digests import StateDigests
 from tests.ranks import case, group
 from tests.ranks.any_layout import forget
@@ -29,8 +29,13 @@ from tests.ranks.lora import job_of
 from tests.ranks.parity import Job
 from tests.saving import save
 
-KINDS = {"weight": [""], "exp_avg": ["optimizer.state.exp_avg."], "exp_avg_sq": ["optimizer.state.exp_avg_sq."]}
-MASTERS = {"param": ["optimizer.state.param.", "optimizer.state.fp32_param."]}
+FRONTS = {
+    "weight": [""],
+    "exp_avg": ["optimizer.state.exp_avg."],
+    "exp_avg_sq": ["optimizer.state.exp_avg_sq."],
+    "param": ["optimizer.state.param.", "optimizer.state.fp32_param."],
+}
+"""What the names of a kind of value begin with in a checkpoint."""
 
 
 def main(path: str, *jobs: str) -> dict[str, Any]:
@@ -43,103 +48,82 @@ def tried(path: Path, job: str) -> dict[str, Any]:
     begun = job_of(path, run, loaded or saved, **({} if "lora" in saved else {"router_bias_rate": case.BIAS_RATE}))
     built = begun.model()
     adam = optimizer.build(begun.config, built)
+    digests = StateDigests(built, adam)
     if loaded:
         forget(built)
-        digests = StateDigests(built, adam)  # which must not keep the memory of states that the load replaces
         state.load(checkpoints.directory(run, 1), begun.config, built, adam)
     else:
-        digests = StateDigests(built, adam)
-        train(begun, built, adam)
+        train(begun, built, adam, digests)
         save(begun.config, 1, built, adam)
     directory = checkpoints.directory(run, 1)
-    whole = contents(directory)
-    weights, masters = canonical(whole, KINDS["weight"]), built.dtype == torch.bfloat16
-    wanted = {kind: canonical(whole, fronts) for kind, fronts in {**KINDS, **(MASTERS if masters else {})}.items()}
-    kinds = [kind for kind in wanted if kind != "weight"]
+    whole, wide = contents(directory), built.dtype == torch.float32
     found = {
         "tensors": digests.tensors,
-        "unnamed": sorted(weights.keys() ^ set(digests.tensors)),
-        "weights": wrong(digests, digests.weights(), {"weight": wanted["weight"]}),
-        "optimizer": wrong(digests, digests.optimizer(), {kind: wanted[kind] for kind in kinds}),
-        "equal": differences(directory, built),
-        "poked": [] if masters else [poked(directory, built, digests, name, weights[name]) for name in some(digests.tensors)],
+        "weights": wrong(digests, digests.weights(), whole, "weight"),
+        "optimizer": wrong(digests, digests.optimizer(), whole, "exp_avg", "exp_avg_sq", *([] if wide else ["param"])),
+        "equal": not differences(directory, built),
+        "found": not wide or doubled(directory, built, digests, canonical(whole, "weight")),
     }
-    found["gradient"], found["scaled"] = train(begun, built, adam, digests)
+    found |= train(begun, built, adam, digests)
     leave()
     assert all(one == found for one in group.everyone(found))
     return found
 
 
-def canonical(whole: Mapping[str, torch.Tensor], fronts: list[str]) -> dict[str, torch.Tensor]:
+def canonical(whole: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint of one kind by their canonical names; layers that it stacks, one by one."""
     found: dict[str, torch.Tensor] = {}
-    for key, value in whole.items():
-        name = next((key.removeprefix(front) for front in fronts if key.startswith(front)), None)
-        if name is None or name.startswith("optimizer."):
-            continue
-        if re.search(r"\blayers\.\d", name) or "layers." not in name:
-            found[name] = value
-        else:
-            found |= {name.replace("layers.", f"layers.{number}."): one for number, one in enumerate(value)}
+    for front in FRONTS[kind]:
+        for name, value in ((key.removeprefix(front), value) for key, value in whole.items() if key.startswith(front)):
+            if "layers." in name and not re.search(r"\blayers\.\d", name):
+                found |= {name.replace("layers.", f"layers.{number}."): one for number, one in enumerate(value)}
+            elif not name.startswith("optimizer."):
+                found[name] = value
     return found
 
 
-def wrong(digests: StateDigests, values: np.ndarray, wanted: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
+def wrong(digests: StateDigests, values: np.ndarray, whole: Mapping[str, torch.Tensor], *kinds: str) -> list[str]:
     """Names of tensors whose digest is not what its definition makes of whole tensors."""
-    sums = [
-        sum(defined(seed_of(f"{kind} {name}"), tensors[name]) for kind, tensors in wanted.items() if name in tensors)
-        for name in digests.tensors
-    ]
-    return [name for name, value, want in zip(digests.tensors, values.tolist(), sums, strict=True) if value != want % (1 << 64)]
+    wanted = dict.fromkeys(digests.tensors, 0)
+    for kind in kinds:
+        for name, tensor in canonical(whole, kind).items():
+            wanted[name] += defined(seed_of(f"{kind} {name}"), tensor)
+    return [name for name, value in zip(digests.tensors, values.tolist(), strict=True) if value != wanted[name] % (1 << 64)]
 
 
 def defined(seed: int, tensor: torch.Tensor) -> int:
-    bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy().reshape(-1)
-    words = bits.view(f"u{tensor.element_size()}").astype(np.uint64)
-    words += np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    item = tensor.element_size()
+    bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[item]).numpy().reshape(-1).view(f"u{item}")
+    words = bits + np.arange(1, len(bits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return int((words ^ words >> np.uint64(31)).sum(dtype=np.uint64))
 
 
-def some(names: tuple[str, ...]) -> list[str]:
-    """The first tensor, and one that ranks have in parts which Megatron saves as two."""
-    return [names[0], next(name for name in reversed(names) if "fc1.weight" in name or "gate_proj.b" in name)]
-
-
 @torch.no_grad()
-def poked(directory: Path, built: gpt.Model, digests: StateDigests, name: str, whole: torch.Tensor) -> dict[str, Any]:
-    """Change one element, which is found by its value, in every copy: the names of changed digests, and what `differences` says of it."""
-    before, index = digests.weights(), int(whole.abs().argmax())
-    value = whole.reshape(-1)[index]
-    live = [tensor for chunk in map(state.trained, built.chunks) for tensor in (*chunk.parameters(), *chunk.buffers())]
-    copies = [(tensor, tensor == value) for tensor in live if tensor.dtype == value.dtype]
+def doubled(directory: Path, built: gpt.Model, digests: StateDigests, whole: Mapping[str, torch.Tensor]) -> bool:
+    """Whether one element, doubled in every copy, changes one digest, and is what differs. Its tensor is one that ranks have parts of."""
+    name = next(name for name in reversed(digests.tensors) if "fc1.weight" in name or "gate_proj.b" in name)
+    flat, before = whole[name].reshape(-1), digests.weights()
+    index = int(flat.abs().argmax())
+    size = abs(float(flat[index]))
+    copies = [(one, one == flat[index]) for chunk in map(state.trained, built.chunks) for one in chunk.parameters()]
     for tensor, hit in copies:
-        tensor[hit] = 2 * value
+        tensor[hit] *= 2
     changed = [one for one, old, new in zip(digests.tensors, before, digests.weights(), strict=True) if old != new]
-    seen = [
-        [
-            one.name,
-            one.elements,
-            one.first - index,
-            one.last - index,
-            one.largest / abs(float(value)),
-            one.magnitude - abs(float(value)),
-        ]
-        for one in differences(directory, built)
-    ]
+    seen = differences(directory, built)
     for tensor, hit in copies:
-        tensor[hit] = value
-    return {"name": name, "changed": changed, "seen": seen}
+        tensor[hit] /= 2
+    return changed == [name] and seen == [TensorDifference(name, 1, index, index, size, size)]
 
 
-def train(job: Job, built: gpt.Model, adam: Any, digests: StateDigests | None = None) -> tuple[list[int], list[str]]:
+def train(job: Job, built: gpt.Model, adam: Any, digests: StateDigests) -> dict[str, Any]:
     """Take a step: digests of its gradients, and the names of those that another gradient of one parameter changes."""
     seen: list[np.ndarray] = []
 
     def guard(values: Mapping[str, float]) -> bool:
-        if digests is not None and "grad_norm" in values:
-            seen.extend([digests.gradient(0), digests.gradient(0), digests.gradient(1)])
+        if "grad_norm" in values:
+            seen.extend([digests.gradient(0), digests.gradient(1)])
             trained = (one for name, one in built.chunks[-1].named_parameters() if one.requires_grad and "output_layer" not in name)
             if job.mesh.last_stage:
                 list(trained)[-1].main_grad.mul_(2)
@@ -147,14 +131,12 @@ def train(job: Job, built: gpt.Model, adam: Any, digests: StateDigests | None = 
         return True
 
     step.train_step(built, adam, job.microbatches("token_mean"), SupervisedLoss(), lr=case.LR, guard=guard)
-    if digests is None:
-        return [], []
-    first, again, later, scaled = seen
-    assert np.array_equal(first, again)
-    assert [name for name, one, other in zip(digests.tensors, first, later, strict=True) if one == other] == [
-        name for name in digests.tensors if name.endswith("expert_bias")
-    ]
-    return first.tolist(), [name for name, one, other in zip(digests.tensors, first, scaled, strict=True) if one != other]
+    first, later, scaled = seen
+    assert not np.any((first == later) & (first != 0))  # a bias has no gradient
+    return {
+        "gradient": first.tolist(),
+        "scaled": [name for name, one, other in zip(digests.tensors, first, scaled, strict=True) if one != other],
+    }
 
 
 if __name__ == "__main__":

@@ -6,20 +6,22 @@ do not depend on the layout. All experts of a layer form one tensor. Where Megat
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import collectives
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.platform.megatron.patch import module
-from asyncmoe.platform.megatron.state_boxes import boxes, contiguous, own_ranges, parts
+from asyncmoe.platform.megatron.state_boxes import boxes, contiguous, is_tensor, own_ranges, parts
 
 _STACKED = re.compile(r"\blayers\.(?!\d)")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -48,51 +50,48 @@ class Held:
     """A rank's part of the gradient and optimizer state of a parameter.
 
     Attributes:
+        parameter: the parameter, whose `main_grad` is its gradient in the buffers of Megatron's data parallelism.
         own: range in the flat parameter; only this part of the gradient is reduced on this rank.
         states: returns the part's states by Megatron's name: "param" (the master), and after the first step "exp_avg" and "exp_avg_sq".
     """
 
-    parameter: torch.nn.Parameter
+    parameter: Any
     own: range
     states: Callable[[], Mapping[str, torch.Tensor]]
 
 
 def placed(state: Any) -> list[Placed]:
     """Return the tensors in a description of the model's state (`sharded_state_dict`), in its order."""
-    mapping = module("dist_checkpointing.mapping")
-    kinds = (mapping.ShardedTensor, mapping.ShardedTensorFactory)
-    values = [value for value in module("dist_checkpointing.dict_utils").nested_values(state) if isinstance(value, kinds)]
-    return [Placed(*_place(value), value.replica_id) for value in values]
+    return [_placed(value) for value in module("dist_checkpointing.dict_utils").nested_values(state) if is_tensor(value)]
 
 
-def _place(described: Any) -> tuple[str, torch.Tensor, np.ndarray]:
-    name, rows = "", list[tuple[int, ...]]()
+def _placed(described: Any) -> Placed:
+    name, rows = "", []
     for part in parts(described, described.data.dtype):
         name, shape, offset = part.key, part.global_shape, part.global_offset
         if _STACKED.search(name):
             name, shape, offset = _STACKED.sub(f"layers.{offset[0]}.", name), shape[1:], offset[1:]
         for corner, view in contiguous(part.data):
-            inside = (0,) * (len(shape) - len(corner)) + corner
-            sizes = (1,) * (len(shape) - view.ndim) + tuple(view.shape)
-            rows += _rows(shape, [a + b for a, b in zip(offset, inside, strict=True)], sizes, int(view.storage_offset()))
-    return name, described.data, np.array(rows, np.int64).reshape(-1, 5)
+            inside, sizes = ((fill,) * (len(shape) - len(some)) + tuple(some) for fill, some in ((0, corner), (1, view.shape)))
+            rows.append(_box(shape, [a + b for a, b in zip(offset, inside, strict=True)], sizes, int(view.storage_offset())))
+    return Placed(name, described.data, np.array(rows, np.int64), described.replica_id)
 
 
-def _rows(shape: tuple[int, ...], offset: list[int], sizes: tuple[int, ...], first: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of `Placed.boxes` for a box of a canonical tensor that begins at `first` in memory and is contiguous there."""
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axis = len(shape) - 1
-    while axis > 0 and sizes[axis] == shape[axis]:
-        axis -= 1
-    outer, rows, step, count = axis, 1, 0, prod(sizes[axis:])
-    if axis > 0:
-        outer, rows, step = axis - 1, sizes[axis - 1], strides[axis - 1]
-        while outer > 0 and sizes[outer] == shape[outer]:
-            outer -= 1
-            rows *= sizes[outer]
-    for number, at in enumerate(np.ndindex(*sizes[:outer])):
-        corner = [a + b for a, b in zip(offset, (*at, *(0 for _ in shape[outer:])), strict=True)]
-        yield first + number * rows * count, rows, count, sum(a * b for a, b in zip(corner, strides, strict=True)), step
+def _box(shape: Sequence[int], offset: Sequence[int], sizes: Sequence[int], first: int) -> tuple[int, ...]:
+    """Return the row of `Placed.boxes` for a box of a canonical tensor that begins at `first` in memory and is contiguous there."""
+    levels, stride, index = [(1, 1)], 1, 0  # (number, distance) of what follows at equal distances, from the innermost
+    for axis in reversed(range(len(shape))):
+        number, distance = levels[-1]
+        if number * distance == stride:
+            levels[-1] = number * sizes[axis], distance
+        elif sizes[axis] > 1:
+            levels.append((sizes[axis], stride))
+        index += offset[axis] * stride
+        stride *= shape[axis]
+    if len(levels) > 2:
+        raise InvariantBroken(f"a parameter of shape {list(sizes)} is cut along more than one inner axis of {list(shape)}")
+    (count, _), (rows, step) = (*levels, (1, 0))[:2]
+    return first, rows, count, index, step
 
 
 def clipped(table: np.ndarray, own: range) -> np.ndarray:
@@ -128,19 +127,17 @@ def _states(optimizer: torch.optim.Optimizer, main: torch.nn.Parameter) -> Mappi
     return {"param": main, **optimizer.state.get(main, {})}
 
 
-def in_forward_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return distinct names of canonical tensors in the order of the forward pass.
+def names_of(placed: Sequence[Placed]) -> tuple[str, ...]:
+    """Return the names of all ranks' canonical tensors in the order of the forward pass. Collective over all ranks.
 
     Args:
-        names: those of all ranks; within a layer, in Megatron's order, which has the attention's output layer before its inputs.
+        placed: this rank's, in Megatron's order, which within a layer has the attention's output layer before its inputs.
     """
-    first: dict[str, int] = {}
-    for name in names:
-        first.setdefault(name, len(first))
 
-    def key(name: str) -> tuple[int, bool, bool, int]:
+    def place(name: str) -> tuple[int, bool, bool]:
         layer = _LAYER.search(name)
         number = int(layer[1]) if layer else -1 if name.startswith("embedding.") else sys.maxsize
-        return number, "mlp" in name, ".linear_proj." in name, first[name]
+        return number, "mlp" in name, ".linear_proj." in name
 
-    return tuple(sorted(first, key=key))
+    everyones = collectives.everyones([one.name for one in placed])
+    return tuple(sorted(dict.fromkeys(itertools.chain(*everyones)), key=place))  # stable: a layer's tensors keep their order

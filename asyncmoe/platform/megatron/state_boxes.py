@@ -41,9 +41,8 @@ def as_boxes() -> Iterator[None]:
 
 def _own_state(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> dict[str, Any]:
     """Return sharded tensors by parameter, all of them views of the optimizer's memory."""
-    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
-    kinds = (mapping.ShardedTensor, mapping.ShardedTensorFactory)
-    known = {value.data: value for value in dicts.nested_values(model_sharded_state_dict) if isinstance(value, kinds)}
+    values = module("dist_checkpointing.dict_utils").nested_values(model_sharded_state_dict)
+    known = {value.data: value for value in values if is_tensor(value)}
     found: dict[str, Any] = {}
     for parameter, own in own_ranges(self):
         states = self._get_main_param_and_optimizer_states(parameter)
@@ -51,6 +50,12 @@ def _own_state(self: Any, model_sharded_state_dict: Any, is_loading: bool = Fals
             name: list(_boxes(known[parameter], name, state, own.start)) for name, state in states.items() if name != "step"
         }
     return found
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value in a description of state is a tensor."""
+    mapping = module("dist_checkpointing.mapping")
+    return isinstance(value, (mapping.ShardedTensor, mapping.ShardedTensorFactory))
 
 
 def own_ranges(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, range]]:

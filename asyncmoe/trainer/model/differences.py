@@ -18,13 +18,10 @@ from asyncmoe.trainer.model.gpt import Model, gather_weights
 
 megatron.prepare()
 
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace  # noqa: E402
 
 from asyncmoe.platform.megatron import canonical  # noqa: E402
-
-_NONE = np.iinfo(np.int64).max
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from asyncmoe.platform.megatron.state_boxes import is_tensor  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -57,45 +54,38 @@ def differences(checkpoint: Path, model: Model) -> list[TensorDifference]:
     gather_weights(model)
     described = state.sharded_state(model, None, loading=True)
     placed = canonical.placed(described)
-    everyones = collectives.everyones([one.name for one in placed])
-    names = canonical.in_forward_order(name for each in everyones for name in each)
+    names = canonical.names_of(placed)
     numbers = {name: number for number, name in enumerate(names)}
-    counts, edges, sizes = np.zeros(len(names), np.int64), np.full((2, len(names)), -_NONE), np.zeros((2, len(names)))
+    counts, extremes = np.zeros(len(names)), np.full((4, len(names)), -np.inf)
     for one, saved in zip(placed, _saved(checkpoint, described), strict=True):
-        place = numbers[one.name]
-        ours, theirs = one.data.detach().view(-1), saved.view(-1)
-        sizes[1, place] = max(sizes[1, place], _largest(theirs))
-        differ = ours.view(_BITS[ours.element_size()]) != theirs.view(_BITS[ours.element_size()])
+        ours, theirs, place = one.data.detach().view(-1), saved.to(one.data.device).view(-1), numbers[one.name]
+        differ = (ours.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, ours.element_size()).any(1)
+        extremes[3, place] = max(extremes[3, place], _largest(theirs))
         if any(one.replica) or not differ.any():
             continue
         counts[place] += int(differ.sum())
-        sizes[0, place] = max(sizes[0, place], _largest(ours[differ].double() - theirs[differ].double()))
+        extremes[2, place] = max(extremes[2, place], _largest(ours[differ].double() - theirs[differ].double()))
         for first, rows, count, index, step in one.boxes.tolist():
             if len(found := differ[first : first + rows * count].nonzero()):
                 low, high = (index + at // count * step + at % count for at in (int(found[0]), int(found[-1])))
-                edges[:, place] = np.maximum(edges[:, place], (-low, high))
-    total, largest = collectives.total, dist.ReduceOp.MAX
-    counts = total(torch.from_numpy(counts)).cpu().numpy()
-    edges, sizes = (total(torch.from_numpy(values), largest).cpu().numpy() for values in (edges, sizes))
+                extremes[:2, place] = np.maximum(extremes[:2, place], (-low, high))
+    counts = collectives.total(torch.from_numpy(counts)).cpu().numpy()
+    first, last, largest, magnitude = collectives.total(torch.from_numpy(extremes), dist.ReduceOp.MAX).cpu().numpy()
     return [
-        TensorDifference(name, int(counts[i]), int(-edges[0, i]), int(edges[1, i]), float(sizes[0, i]), float(sizes[1, i]))
+        TensorDifference(name, int(counts[i]), int(-first[i]), int(last[i]), float(largest[i]), float(magnitude[i]))
         for i, name in enumerate(names)
         if counts[i]
     ]
 
 
 def _saved(checkpoint: Path, described: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
-    """Return the checkpoint's values, in memory of their own, of the tensors in a description of a model's state, in its order."""
-    tensors = (ShardedTensor, ShardedTensorFactory)
-    fresh = {
-        chunk: {
-            key: replace(value, data=torch.empty_like(value.data, requires_grad=False)) if isinstance(value, tensors) else value
-            for key, value in values.items()
-        }
-        for chunk, values in described.items()
-    }
-    found, _ = state.read(checkpoint, fresh, None)
-    return [found[chunk][key] for chunk, values in described.items() for key, value in values.items() if isinstance(value, tensors)]
+    """Return the checkpoint's values, in host memory of their own, of the tensors in a description of a model's state, in its order."""
+
+    def fresh(value: Any) -> Any:
+        return replace(value, data=torch.empty_like(value.data, device="cpu", requires_grad=False)) if is_tensor(value) else value
+
+    found, _ = state.read(checkpoint, dict_list_map_outplace(fresh, described), None)
+    return [found[chunk][key] for chunk, values in described.items() for key, value in values.items() if is_tensor(value)]
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ state covers Adam's averages and, of bfloat16 weights, the float32 masters; floa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ megatron.prepare()
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
 from asyncmoe.platform.megatron import canonical  # noqa: E402
-
-_Part = tuple[str, Sequence[torch.Tensor], np.ndarray]
-"""A kind of value, its tensors, and their boxes as `element_sums` takes them."""
 
 
 class StateDigests:
@@ -41,8 +38,7 @@ class StateDigests:
     def __init__(self, model: Model, optimizer: MegatronOptimizer) -> None:
         self._model = model
         placed = canonical.placed(checkpoint.sharded_state(model, None, loading=False))
-        everyones = collectives.everyones([one.name for one in placed])
-        self.tensors = canonical.in_forward_order(name for names in everyones for name in names)
+        self.tensors = canonical.names_of(placed)
         numbers = {name: number for number, name in enumerate(self.tensors)}
         saved = [one for one in placed if not any(one.replica)]
         self._weights = [one.data for one in saved]
@@ -52,8 +48,9 @@ class StateDigests:
         known, axes = {one.data: one for one in placed}, 2 if checkpoint.distributed(model) else 3
         trained = [one.data for one in placed if isinstance(one.data, torch.nn.Parameter)]
         self._held = [one for one in canonical.held(optimizer, trained) if not any(known[one.parameter].replica[:axes])]
-        clipped = [(canonical.clipped(known[one.parameter].boxes, one.own), known[one.parameter].name) for one in self._held]
-        self._gradient_boxes = _table((boxes, numbers[name]) for boxes, name in clipped)
+        whole = [known[one.parameter] for one in self._held]
+        clipped = (canonical.clipped(one.boxes, held.own) for one, held in zip(whole, self._held, strict=True))
+        self._gradient_boxes = _table(zip(clipped, (numbers[one.name] for one in whole), strict=True))
         self._state_boxes = self._gradient_boxes.copy()
         self._state_boxes[:, FIRST] -= np.array([one.own.start for one in self._held], np.int64)[self._state_boxes[:, ARRAY]]
 
@@ -64,24 +61,24 @@ class StateDigests:
         Args:
             update: number of the update in the step; it is part of the seeds.
         """
-        gradients = [one.parameter.main_grad for one in self._held]  # type: ignore[attr-defined]
-        return self._digests([(f"gradient {update}", gradients, self._gradient_boxes)])
+        return self._digests({f"gradient {update}": [one.parameter.main_grad for one in self._held]}, self._gradient_boxes)
 
     def weights(self) -> np.ndarray:
         """Return digests of the saved parameters and buffers, among them the routers' selection biases."""
         gather_weights(self._model)
-        return self._digests([("weight", self._weights, self._weight_boxes)])
+        return self._digests({"weight": self._weights}, self._weight_boxes)
 
     def optimizer(self) -> np.ndarray:
         """Return digests of Adam's averages and the float32 masters. Averages that do not exist before the first step count as zeros."""
         kinds = ("exp_avg", "exp_avg_sq", "param") if self._model.dtype == torch.bfloat16 else ("exp_avg", "exp_avg_sq")
         states = [(one.states(), one.own) for one in self._held]
         each = {kind: [state[kind] if kind in state else torch.zeros(len(own)) for state, own in states] for kind in kinds}
-        return self._digests([(kind, tensors, self._state_boxes) for kind, tensors in each.items()])
+        return self._digests(each, self._state_boxes)
 
-    def _digests(self, values: Sequence[_Part]) -> np.ndarray:
+    def _digests(self, values: Mapping[str, Sequence[torch.Tensor]], boxes: np.ndarray) -> np.ndarray:
+        """Return the digests of tensors by kind of value, each with the same boxes, as `element_sums` takes them."""
         sums = np.zeros(len(self.tensors), np.uint64)
-        for kind, tensors, boxes in values:
+        for kind, tensors in values.items():
             seeds = np.array([seed_of(f"{kind} {name}") for name in self.tensors], np.uint64)
             sums += element_sums(tensors, boxes, seeds, torch.get_num_threads())
         found: np.ndarray = collectives.total(torch.from_numpy(sums.view(np.int64))).cpu().numpy().view(np.uint64)

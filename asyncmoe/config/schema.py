@@ -107,6 +107,9 @@ class Config(Section):
             raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
             raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change either key")
+        if self.run.deterministic and self.trainer.megatron.moe_token_dispatcher_type == "flex":
+            expected = "alltoall because run.deterministic is true, and DeepEP keeps rows in the order in which they arrive"
+            raise refused("trainer.megatron.moe_token_dispatcher_type", "flex", expected, "leave either key out")
         return self
 
     @model_validator(mode="after")

@@ -164,13 +164,19 @@ class QueueLog:
 
     # ------------------------------------------------------------ checkpoints
 
-    async def forget(self, floor: int) -> int:
-        """Free what no run resumed at step `floor` or later needs; return the number of bytes freed.
+    async def forget(self, floor: int, recorded: int | None = None) -> int:
+        """Free what no run resumed at step `floor` or later needs, except the batches of the recorded window. Return the bytes freed.
 
         Workers free the payloads (`LogState.payloads`). Raises StorageError.
+
+        Args:
+            recorded: first step of the window; None: `floor`.
         """
+        begin = floor if recorded is None else recorded
+        self.state.recorded = {step: one for step, one in self.state.recorded.items() if step >= begin}
         await self._changes.durable(self._stand(max(floor, self.state.first or 0)))
-        return await asyncio.wrap_future(self._changes.forget(self.state.since))
+        below = min((self.state.since, *(one.position for one in self.state.recorded.values())))
+        return await asyncio.wrap_future(self._changes.forget(below))
 
     def close(self) -> None:
         """Flush all appended records, make them durable, and close the log. Blocks."""

@@ -45,9 +45,9 @@ class KeptLog(QueueLog):
     def size(self) -> int:
         return self._changes.size + self.payloads.size
 
-    async def forget(self, floor: int) -> int:
+    async def forget(self, floor: int, recorded: int | None = None) -> int:
         before = self.size
-        await super().forget(floor)
+        await super().forget(floor, recorded)
         await self.worker.retain(self.state.payloads)
         settled(self.payloads)
         return before - self.size

@@ -230,13 +230,6 @@ def test_another_folder_for_a_log_that_is_there_is_refused(tmp_path: Path) -> No
         asyncio.run(opened(tmp_path, folder=far).close())
 
 
-def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:
-    assert run_log.oldest(tmp_path, 2) is None
-    for name in ("step-00000004", "step-00000008", "step-00000012", "step-00000016.writing", "other"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert run_log.oldest(tmp_path, 2) == 8
-
-
 def test_a_log_that_is_gone_says_what_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun(tmp_path)
     shutil.rmtree(tmp_path / "log")

@@ -32,4 +32,6 @@ class Room:
         """
         if self.largest > _SHARE * max_bytes:
             return "the log nears log.max_bytes"
-        return "the disk or server of the log is nearly full" if self.free < min(self.total * _FREE, _FREE_BYTES) + reserve else ""
+        if self.total and self.free < min(self.total * _FREE, _FREE_BYTES) + reserve:
+            return "the disk or server of the log is nearly full"
+        return ""

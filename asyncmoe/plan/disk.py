@@ -22,12 +22,12 @@ _OPTIMIZER_BYTES = 12
 
 @dataclass(frozen=True)
 class Disk:
-    """Upper bounds in bytes, and counts at the end of the run.
+    """Upper bounds in bytes, and counts at the end of a run.
 
     Attributes:
         token: of a sampled token in the log.
         step: of a step's batch, if every conversation has the greatest length.
-        steps: steps whose batches are in the log.
+        steps: steps whose batches are in the log when the last checkpoint is saved.
         checkpoint: of a checkpoint.
         checkpoints: number of checkpoints kept.
     """
@@ -42,12 +42,13 @@ class Disk:
 def of_run(config: Config, hf: Hf) -> Disk:
     """Return what a run keeps on disk. Raises as `asyncmoe.models.recording`."""
     asked, first, every = Retention.of(config), config.warmup.steps, config.checkpoint_every
-    total = first + config.run.steps
-    saved = {first, *(range(every, total, every) if every else ())} - {0}
+    total, begin, left = first + config.run.steps, first, set[int]()
+    for saved in sorted({first, total, *(range(every, total, every) if every else ())} - {0}):
+        recorded, left = saved - begin, asked.kept(left | {saved}, begin)
+        begin = asked.begins(left, begin) or first
     token = token_bytes(recording(config, hf), config.rollout.top_k or 0)
     step = config.rollout.batch * conversation(config, hf) * token
-    recorded = total - max(first, asked.begins(saved, 0) or 0)
-    return Disk(token, step, recorded, checkpoint_bytes(config, hf), len(asked.kept(saved | {total})))
+    return Disk(token, step, recorded, checkpoint_bytes(config, hf), len(left))
 
 
 def token_bytes(asked: Recording, top_k: int) -> int:

@@ -21,13 +21,15 @@ from asyncmoe.trajectory import _C
 FILES = {"__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"\x07" * 5000, ".metadata": b"m" * 300, "common.pt": b"c" * 900}
 
 
-def saved(run: Path, step: int, keep: int = 9, keep_every: int = 0, files: dict[str, bytes] | None = None) -> Path:
+def saved(
+    run: Path, step: int, keep: int = 9, keep_every: int = 0, files: dict[str, bytes] | None = None, asked: Retention | None = None
+) -> Path:
     checkpoints.start(run, step)
     for name, content in (FILES if files is None else files).items():
         path = checkpoints.temporary(run, step) / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    return checkpoints.finish(run, step, {"step": step}, Retention(keep, keep_every))
+    return checkpoints.finish(run, step, {"step": step}, asked or Retention(keep, keep_every))
 
 
 def flip(path: Path) -> None:

@@ -122,7 +122,7 @@ def window_begins(run_dir: Path) -> int:
 
 def begin_window(run_dir: Path, step: int) -> None:
     """Record that batches of steps before `step` may be deleted. The run has a checkpoint. Raises OSError."""
-    if window_begins(run_dir) != step:
+    if window_begins(run_dir) < step:
         storage.replace(run_dir / FOLDER / WINDOW, f"{step}\n".encode(), durable=True)
 
 

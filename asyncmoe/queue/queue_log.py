@@ -164,16 +164,12 @@ class QueueLog:
 
     # ------------------------------------------------------------ checkpoints
 
-    async def forget(self, floor: int, recorded: int | None = None) -> int:
-        """Free what no run resumed at step `floor` or later needs, except the batches of the recorded window. Return the bytes freed.
+    async def forget(self, floor: int, recorded: int) -> int:
+        """Free what no run resumed at step `floor` or later needs, except the batches of steps from `recorded` on; return the bytes freed.
 
         Workers free the payloads (`LogState.payloads`). Raises StorageError.
-
-        Args:
-            recorded: first step of the window; None: `floor`.
         """
-        begin = floor if recorded is None else recorded
-        self.state.recorded = {step: one for step, one in self.state.recorded.items() if step >= begin}
+        self.state.recorded = {step: one for step, one in self.state.recorded.items() if step >= recorded}
         await self._changes.durable(self._stand(max(floor, self.state.first or 0)))
         below = min((self.state.since, *(one.position for one in self.state.recorded.values())))
         return await asyncio.wrap_future(self._changes.forget(below))

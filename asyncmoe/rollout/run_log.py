@@ -139,7 +139,7 @@ class RunLog:
         """
         if not (steps := directories.steps_of(self._config.run.dir)):
             return False
-        await self._begin(steps, self._kept.begins(steps, self._since(steps)))
+        await self._begin(steps, self._kept.begins(steps, self._since(steps)) or 0)
         return True
 
     async def shrink(self) -> bool:
@@ -171,12 +171,11 @@ class RunLog:
     def _since(self, steps: Sequence[int]) -> int:
         return max(directories.window_begins(self._config.run.dir), self.queue_log.state.recorded_since(steps[-1]))
 
-    async def _begin(self, steps: Sequence[int], begin: int | None) -> None:
+    async def _begin(self, steps: Sequence[int], begin: int) -> None:
         """Begin the recorded window at a step, and delete the controller's older records."""
         run_dir = self._config.run.dir
-        if begin is not None:
-            with storage.writing("the beginning of the recorded steps", run_dir / directories.FOLDER / directories.WINDOW):
-                directories.begin_window(run_dir, begin)
+        with storage.writing("the beginning of the recorded steps", run_dir / directories.FOLDER / directories.WINDOW):
+            await asyncio.to_thread(directories.begin_window, run_dir, begin)
         log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(self._kept.oldest(steps), begin))
 
     async def close(self) -> None:

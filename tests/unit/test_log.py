@@ -301,14 +301,11 @@ async def test_the_room_of_a_server_is_its_memory(tmp_path: Path) -> None:
     with serving(tmp_path) as server, closing(redis_log(server.url)) as log:
         for number in range(50):
             await keep(log, payload(number, 2000))
-        unbounded = redis.RedisServer(server.url).room("run", ["0", "1"])
-        assert (unbounded.total, unbounded.lacking(1 << 20, 0)) == (0, "")
-        assert 50 * 2000 < unbounded.largest < 2 * 50 * 2000
-        server.configure(maxmemory="100mb")
-        room = redis.RedisServer(server.url).room("run", ["0"])
-        assert 0 < room.free < room.total == 100 << 20
-        server.configure(maxmemory="1mb")
-        assert "nearly full" in redis.RedisServer(server.url).room("run", ["0"]).lacking(1 << 20, 0)
+        for memory, lacks in (("0", False), ("100mb", False), ("1mb", True)):
+            server.configure(maxmemory=memory)
+            room = redis.RedisServer(server.url).room("run", ["0", "1"])
+            assert 50 * 2000 < room.largest < 2 * 50 * 2000
+            assert bool(room.lacking(1 << 20, 0)) == lacks
 
 
 @needed()

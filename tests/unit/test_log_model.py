@@ -12,7 +12,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.log.log import Place
 from asyncmoe.queue import records
+from asyncmoe.queue.fold import RecordedStep
+from asyncmoe.queue.queue_log import OWN
 from asyncmoe.queue.records import Start, StepLeased
 from asyncmoe.rpc.messages import Leased
 from tests.redis_server import needed
@@ -202,17 +205,15 @@ class Program:
         return leased
 
     async def check_window(self) -> None:
-        """The files have the batch of every step of the window, and the fold knows where; of the others they have few."""
+        """The log has the batch of every step of the window, and the fold knows where."""
         entries = [(at, records.entry(data).change) for at, data in self.life.log._changes.read()]
         leases = {one.step: (at, one) for at, one in entries if isinstance(one, StepLeased)}
         for step in (step for step in self.model.leases if step >= self.model.begin):
             at, lease = leases[step]
-            groups = await self.life.log.groups(lease.groups)
-            found = [(item.key, one.weight) for group, one in zip(groups, lease.groups, strict=True) for item in group.items]
-            assert tuple(found) == self.model.leases[step]
-            places = [one.place for one in lease.groups]
-            assert self.life.log.state.recorded[step].position == at
-            assert {one.position for one in self.life.log.state.recorded[step].oldest} == {min(one.position for one in places)}
+            groups = zip(await self.life.log.groups(lease.groups), lease.groups, strict=True)
+            assert tuple((item.key, one.weight) for group, one in groups for item in group.items) == self.model.leases[step]
+            oldest = min(one.place.position for one in lease.groups)
+            assert self.life.log.state.recorded[step] == RecordedStep(at, (Place(OWN, oldest),))
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

@@ -23,7 +23,6 @@ from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
 from asyncmoe.log.room import Room
-from asyncmoe.queue import records
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
@@ -37,10 +36,9 @@ from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.configs import minimal
 from tests.unit.asynchronous import asynchronous
-from tests.unit.log_lives import settled
+from tests.unit.log_lives import Home, Life, live, settled
 from tests.unit.test_checkpoints import saved
 from tests.unit.test_producer import Numbers
-from tests.unit.test_queue_model import make_group
 
 SIZE, GROUPS = 2, 2
 BATCH = SIZE * GROUPS
@@ -260,50 +258,22 @@ def test_the_command_verifies_a_log(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the recorded window
 
 
-class Recorded:
-    """A run in one process whose trainer saves every second step."""
-
-    def __init__(self, run_dir: Path, **log: Any) -> None:
-        self.config = configured(run_dir, **log)
-        self.held = RunLog.open(self.config, NOTHING)
-        self.kept = WorkerLog.open(self.config.log, run_dir, self.held._run, 1, {})
-        self.worker = Worker(_never, SIZE, kept=self.kept)
-
-    async def train(self, first: int, after: int) -> None:
-        resumed, queued = await self.held.resume(first)
-        sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": first, "on_freed": self.worker.forget}
-        queue = BoundedQueue(Admission(BATCH, 1), self.held.queue_log, resumed=resumed, queued=queued, **sizes)
-        queue.set_version(first)
-        for step in range(first, after):
-            for number in (2 * step, 2 * step + 1):
-                queue.started(SIZE)
-                self.held.queue_log.starts(Start(number))
-                await queue.put(await self.worker.hold(make_group(number, SIZE, [step, step]), queue.newest_version))
-            await queue.lease(step, "rl", BATCH, step, 5.0)
-            queue.commit(step)
-            queue.set_version(step + 1)
-            if step % 2:
-                saved(self.config.run.dir, step + 1, asked=Retention.of(self.config), files={"x": b"x" * 100})
-                await self.held.saved()
-                await self.retain()
-            if await self.held.shrink():
-                await self.retain()
-
-    async def retain(self) -> None:
-        await self.worker.retain(self.held.queue_log.state.payloads)
-        settled(self.kept.payloads)
-
-    @property
-    def window(self) -> tuple[int, list[int]]:
-        return directories.window_begins(self.config.run.dir), directories.steps_of(self.config.run.dir)
-
-    async def close(self) -> None:
-        self.kept.close()
-        await self.held.close()
+async def recorded(folder: Path, first: int, after: int, max_bytes: int = 1 << 24, **log: Any) -> tuple[RunLog, Life]:
+    """Train steps of a run that saves every second step."""
+    life = await live(Home(), folder, first, max_bytes=max_bytes)
+    life.queue.set_version(first)
+    held = RunLog(configured(folder, max_bytes=max_bytes, **log), life.log, "run")
+    for step in range(first, after):
+        await life.train(step)
+        if step % 2:
+            saved(folder, step + 1, asked=Retention.of(held._config), files={"x": b"x" * 100})
+            await held.saved()
+        await held.shrink()
+    return held, life
 
 
-async def _never(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-    raise NotImplementedError
+def window(folder: Path) -> tuple[int, list[int]]:
+    return directories.window_begins(folder), directories.steps_of(folder)
 
 
 @asynchronous
@@ -311,61 +281,44 @@ async def _never(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
 async def test_a_restart_keeps_the_window_and_a_wider_one_begins_where_the_records_do(
     tmp_path: Path, keep: Any, begin: int, steps: list[int]
 ) -> None:
-    run = Recorded(tmp_path / "run", keep=keep)
-    await run.train(0, 18)
-    assert run.window == (begin, steps)
-    assert sorted(run.held.queue_log.state.recorded) == list(range(begin, 18))
-    await run.close()
-    run = Recorded(tmp_path / "run", keep="all")
-    await run.train(18, 22)
-    kept = [begin] if begin else []
-    assert run.window == (begin, sorted({*kept, 20, 22}))
-    assert set(range(begin, 22)) <= set(run.held.queue_log.state.recorded)
-    await run.close()
+    _, life = await recorded(tmp_path, 0, 18, keep=keep)
+    assert window(tmp_path) == (begin, steps)
+    assert sorted(life.log.state.recorded) == list(range(begin, 18))
+    life.log.close()
+    _, life = await recorded(tmp_path, 18, 22, keep="all")
+    assert window(tmp_path) == (begin, sorted({begin, 20, 22} - {0}))
+    assert set(range(begin, 22)) <= set(life.log.state.recorded)
+    life.log.close()
 
 
 @asynchronous
 async def test_a_log_that_nears_its_bound_records_fewer_steps_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = Recorded(tmp_path / "run", keep=20, max_bytes=40_000)
-    await run.train(0, 60)
-    begin, steps = run.window
+    _, life = await recorded(tmp_path, 0, 60, max_bytes=40_000, keep=20)
+    begin, steps = window(tmp_path)
     assert 40 < begin <= 56
     assert begin == steps[0]
-    assert len(steps) <= 4
-    assert run.kept.payloads.size <= 40_000
-    entries = [records.entry(data).change for _, data in reopened(run)]
-    for lease in (one for one in entries if isinstance(one, records.StepLeased) and one.step >= begin):
-        assert len(await run.held.queue_log.groups(lease.groups)) == GROUPS
-    await run.close()
-
-
-def reopened(run: Recorded) -> Any:
-    settled(run.held.queue_log._changes)
-    return ((at, data) for at, _, data in files.scan(run.config.run.dir / "log" / "0") if data is not None)
+    life.log.close()
 
 
 @asynchronous
 async def test_a_full_disk_shortens_the_window_to_what_a_resume_needs_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Recorded(tmp_path / "run", keep=4)
-    await run.train(0, 19)
-    assert run.window == (14, [14, 16, 18])
-    gib = 1 << 30
-    run.held.room = lambda: Room(0, 2 * gib, 20 * gib)
-    assert not await run.held.shrink()
-    run.held.room = lambda: Room(0, gib, 20 * gib)
-    assert await run.held.shrink()
-    assert run.window == (16, [16, 18])
-    assert not await run.held.shrink(), "a resume needs the rest"
+    held, life = await recorded(tmp_path, 0, 19, keep=4)
+    assert window(tmp_path) == (14, [14, 16, 18])
+    shrunk = []
+    for free in (1 << 31, 1 << 30, 1 << 30):
+        held.room = lambda free=free: Room(0, free, 20 << 30)
+        shrunk.append(await held.shrink())
+    assert shrunk == [False, True, False], "a resume needs the rest"
+    assert window(tmp_path) == (16, [16, 18])
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert said.startswith("log.keep: steps 15 to 16 are deleted: ")
     assert said.endswith("; 3 steps are kept")
-    assert sorted(run.held.queue_log.state.recorded) == [16, 17, 18]
-    await run.close()
+    life.log.close()
 
 
-def test_the_room_of_a_log_is_the_size_of_its_files(tmp_path: Path) -> None:
+def test_the_room_of_a_log_is_the_size_of_its_files_and_is_lacking_before_they_fill_it(tmp_path: Path) -> None:
     assert files.room(tmp_path, ["1"]).largest == 0
     log = files.FileLog(tmp_path, "run", "1", 1 << 20, 1 << 12)
     for _ in range(100):
@@ -374,14 +327,6 @@ def test_the_room_of_a_log_is_the_size_of_its_files(tmp_path: Path) -> None:
     log.forget(9000).result()
     found = files.room(tmp_path, ["1", "2"])
     assert found.largest == pytest.approx(log.size, abs=10 * files.HEADER_BYTES)
-    assert 0 < found.free <= found.total
+    assert [bool(found.lacking(log.size * share // 2, 0)) for share in (2, 4)] == [True, False]
+    assert found.lacking(1 << 20, found.free), "the next checkpoint needs its room"
     log.close()
-
-
-@pytest.mark.parametrize(
-    ("largest", "free", "total", "lacks"), [(70, 1 << 40, 1 << 50, 0), (80, 1 << 40, 1 << 50, 1), (0, 1 << 32, 1 << 37, 1), (0, 0, 0, 0)]
-)
-def test_room_is_lacking_before_the_log_or_its_disk_is_full(largest: int, free: int, total: int, lacks: bool) -> None:
-    room = Room(largest, free, total)
-    assert bool(room.lacking(100, 0)) == lacks
-    assert room.lacking(100, free + 1) or not total, "the next checkpoint needs its room"

@@ -114,10 +114,8 @@ def steps_of(run_dir: Path) -> list[int]:
 
 def window_begins(run_dir: Path) -> int:
     """Return the step from which a run's log has all batches; 0 if none was deleted."""
-    try:
-        return int((run_dir / FOLDER / WINDOW).read_text())
-    except FileNotFoundError:
-        return 0
+    path = run_dir / FOLDER / WINDOW
+    return int(path.read_text()) if path.exists() else 0
 
 
 def begin_window(run_dir: Path, step: int) -> None:

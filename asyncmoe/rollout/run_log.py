@@ -143,30 +143,31 @@ class RunLog:
         return True
 
     async def shrink(self) -> bool:
-        """Begin the recorded window at its next checkpoint if the log lacks room; return whether that was done. A resume loses nothing.
+        """Begin the recorded window at its next checkpoint if the log lacks room; return whether that was done. What a resume needs stays.
 
         Raises:
             StorageError: a file could not be written or deleted.
         """
         run_dir, section = self._config.run.dir, self._config.log
-        steps = directories.steps_of(run_dir)
-        if section.keep is None or not steps or (begin := self._kept.begins(steps, since := self._since(steps))) is None:
-            return False
         try:
             reserve = 0 if section.redis else await asyncio.to_thread(directories.next_bytes, run_dir, section.place(run_dir))
             why = (await asyncio.to_thread(self.room)).lacking(section.max_bytes, reserve)
-        except (OSError, DataError) as error:  # what is wrong there will be said by who needs it
+        except (OSError, DataError) as error:  # whoever needs the file reports it
             log.debug("log: %s", error)
             return False
+        told, self._told = self._told, bool(why)
+        if not why or not (steps := directories.steps_of(run_dir)):
+            return False
+        begin = self._kept.begins(steps, since := self._since(steps)) or 0
         later = [step for step in self._kept.starts(steps, since) if begin < step <= self._kept.oldest(steps)]
-        if why and later:
-            if not self._told:
-                left = max(self.queue_log.state.recorded, default=later[0] - 1) + 1 - later[0]
-                log.warning("log.keep: steps %d to %d are deleted: %s; %d steps are kept", begin + 1, later[0], why, left)
-            await self._begin(steps, later[0])
-            await asyncio.to_thread(directories.prune, run_dir, self._kept)
-        self._told = bool(why)
-        return bool(why and later)
+        if not later:
+            return False
+        await self._begin(steps, later[0])
+        await asyncio.to_thread(directories.prune, run_dir, self._kept)
+        if not told:
+            left = len(self.queue_log.state.recorded)
+            log.warning("log.keep: steps %d to %d are deleted: %s; %d steps are kept", begin + 1, later[0], why, left)
+        return True
 
     def _since(self, steps: Sequence[int]) -> int:
         return max(directories.window_begins(self._config.run.dir), self.queue_log.state.recorded_since(steps[-1]))

@@ -138,11 +138,6 @@ def test_requests_in_flight_fill_the_engines_and_are_shared_by_the_workers(given
     assert max(shares) - min(shares) <= 1
 
 
-@pytest.mark.parametrize(("every", "keep", "saves"), [(20, None, 20), (20, 5, 20), (0, 5, 5), (0, "all", 0), (0, None, 0)])
-def test_a_recorded_window_needs_checkpoints(tmp_path: Path, every: int, keep: Any, saves: int) -> None:
-    assert minimal(tmp_path, trainer={"checkpoint_every": every}, log={"keep": keep}).checkpoint_every == saves
-
-
 def test_an_address_of_redis_has_no_password() -> None:
     for url in ("redis://:secret@redis.site:6379", "redis://me:secret@redis.site", "rediss://redis.site?password=secret"):
         error = refused(with_value("log.redis", url))

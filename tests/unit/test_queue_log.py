@@ -76,38 +76,20 @@ async def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home,
 
 
 @asynchronous
-async def test_space_is_bounded(home: Home, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("recorded", [0, 20])
+async def test_space_is_bounded(home: Home, tmp_path: Path, recorded: int) -> None:  # noqa: F811
     life, sizes = await live(home, tmp_path / "run"), []
     for step in range(60):
         await life.train(step)
         if step % 5 == 4:
-            await life.log.forget(step - 4)
+            await life.log.forget(step - 4, max(0, step - 4 - recorded))
             sizes.append(life.log.size)
-    assert max(sizes) < 2 * min(sizes[1:])
+    assert max(sizes) < 2 * min(sizes[1 + recorded // 5 :])
     again = await live(home, life.kill(tmp_path / "again"), 57)
     assert again.queue.ledger.leased == 3 * BATCH
+    assert 35 < again.log.state.recorded_since(60) + recorded <= 55
+    assert await again.log.forget(57) > 50 * recorded
     again.log.close()
-
-
-@asynchronous
-async def test_a_recorded_window_is_bounded_too_and_a_restart_keeps_it_and_resumes_as_without(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    lives, sizes = [await live(home, tmp_path / name) for name in ("run", "without")], []
-    for step in range(60):
-        for life in lives:
-            await life.train(step)
-        if step % 5 == 4:
-            await lives[0].log.forget(step - 4, max(0, step - 24))
-            await lives[1].log.forget(step - 4)
-            sizes.append(lives[0].log.size)
-    assert 2 * lives[1].log.size < sizes[4] < max(sizes) < 1.5 * sizes[4]
-    again, without = [await live(home, life.kill(tmp_path / f"{n}"), 57) for n, life in enumerate(lives)]
-    assert again.log.state.recorded_since(60) <= 35
-    assert (again.queue.accounts, again.log.replays.keys()) == (without.queue.accounts, without.log.replays.keys())
-    for life in (again, without):
-        await life.log.forget(57)
-    assert again.log.size < 1.1 * without.log.size + (1 << 13), "what is no longer recorded is deleted"
-    again.log.close()
-    without.log.close()
 
 
 # ---------------------------------------------------------------- a trainer that is lost alone

@@ -289,6 +289,10 @@ async def test_a_restart_keeps_the_window_and_a_wider_one_begins_where_the_recor
     assert window(tmp_path) == (begin, sorted({begin, 20, 22} - {0}))
     assert set(range(begin, 22)) <= set(life.log.state.recorded)
     life.log.close()
+    shutil.rmtree(tmp_path / "log")
+    _, life = await recorded(tmp_path, 22, 24, keep="all")
+    assert window(tmp_path)[0] == 22
+    life.log.close()
 
 
 @asynchronous

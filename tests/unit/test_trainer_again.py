@@ -47,7 +47,7 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from tests.configs import minimal
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 from tests.unit.test_checkpoints import saved
 from tests.unit.worker_fleet import lent
@@ -285,8 +285,7 @@ async def test_a_log_without_room_records_less_while_the_run_goes_on(model: Path
         assert directories.window_begins(config.run.dir) == 0
         monkeypatch.setattr(WorkerFleet, "retain", lambda _, needed: told.append(needed))
         monkeypatch.setattr("asyncmoe.log.files.room", lambda *_: Room(0, 0, 1 << 30))
-        while not told:
-            await asyncio.sleep(0.01)
+        await until(lambda: told)
         assert directories.window_begins(config.run.dir) == 4
         await trainer.train()
         await trainer.goodbye()

@@ -233,6 +233,11 @@ class Config(Section):
         return kind
 
     @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints; 0: none are saved at intervals. A recorded window of N steps needs one every N steps."""
+        return self.trainer.checkpoint_every or (self.log.keep if isinstance(self.log.keep, int) else 0)
+
+    @property
     def max_concurrent(self) -> int:
         """Requests that may be in flight over all engines: `rollout.max_concurrent`, or as many as the engines decode at once."""
         return self.rollout.max_concurrent or self.engines.count * self.engines.max_running

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import reduce
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -48,6 +48,19 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 def checksum(parts: Sequence[Buffer]) -> int:
     """Return the CRC-32C of the concatenated parts."""
     return reduce(lambda crc, part: crc32c(part, crc), parts, 0)
+
+
+class Reader(Protocol):
+    """Reads the logs of a run, by name of their writers, also while these write. Takes no lock, displaces no writer, changes nothing."""
+
+    def found(self, writer: str) -> Iterator[Found]:
+        """Yield records and damaged ranges of a log, in order; the last range may be a record that is being written. Raises DataError."""
+
+    def read_at(self, position: int, writer: str) -> Buffer:
+        """Return the bytes of a durable record. Raises DataError if it is damaged or absent."""
+
+    def spans(self, writer: str) -> list[tuple[int, int]]:
+        """Return begin and end of the ranges of positions that are kept, ascending. Reads no record."""
 
 
 class Log(ABC):

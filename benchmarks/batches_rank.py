@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def run(job: BatchJob) -> RankTook:
     import torch
     import torch.distributed as dist
 
-    from asyncmoe.trainer.data import batch_client
+    from asyncmoe.trainer.data import batch_client, held
     from asyncmoe.trainer.data.schedule import BatchGrid
 
     torch.set_num_threads(1)
@@ -104,7 +105,7 @@ def run(job: BatchJob) -> RankTook:
         yield time.monotonic()
         updates = planned(leased.items)
         wanted = batch_client.shares(updates, place)
-        trajectories = batch_client.fetch(client, place, leased, wanted, layers, place.last_stage)
+        trajectories = batch_client.fetch(partial(held.fetch, client), place, leased, wanted, layers, place.last_stage)
         yield time.monotonic()
         nothing = {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}
         made = batch_client.microbatches(updates[0], trajectories, nothing, config, place, QWEN3_30B)

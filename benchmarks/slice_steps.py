@@ -18,7 +18,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.models import family_of, make, trainer_parallel
 from asyncmoe.models.cost import operations
 from asyncmoe.plan import budget, memory
-from asyncmoe.trainer import loop, objective
+from asyncmoe.trainer import objective, start
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import SupervisedLoss
@@ -61,7 +61,7 @@ class Steps:
         torch.manual_seed(0)
         model_parallel_cuda_manual_seed(0)
         self._built = gpt.build(hf, config, place)
-        self._adam, replay = optimizer.build(config, self._built), loop.replay(config, self._built)
+        self._adam, replay = optimizer.build(config, self._built), start.replay(config, self._built)
         assert replay is not None
         self._replay = replay
         known = dict(enumerate(demonstrations(COUNT, TOKENS, hf["vocab_size"])))

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from asyncmoe import config_commands, usage
-from asyncmoe.cli import models, planning, records, running
+from asyncmoe.cli import flight, models, planning, records, running
 from asyncmoe.launch import part
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ def _options(
 for _panel, _commands in {
     "Run": (running.run, running.rollout, running.engine, running.worker),
     "Look at a run": (records.report, records.show, records.checkpoints, records.stacks, records.log),
+    "Flight recorder": (flight.replay, flight.fork, flight.pack),
     "Before a run": (models.init, planning.doctor, planning.plan, planning.simulate),
     "Models": (models.make_model, models.export),
 }.items():

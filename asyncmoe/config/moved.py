@@ -34,20 +34,21 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return of_run(path, overrides, idle=False) if is_run(path) else load_as(Config, path, overrides)
 
 
-def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -> Config:
+def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True, file: Path | None = None) -> Config:
     """Return the configuration with which a run was last started, for the directory in which it is now.
 
     `run.dir` is `run_dir`, unless an override sets it. Every path below the former `run.dir`, such as that of a model the run made, becomes
     the same path below `run_dir`.
 
     Args:
+        file: another configuration of the run; None: the newest.
         idle: as for `asyncmoe.config.loading.load_as`; False to resume the run.
 
     Raises:
         UserError: the directory is not a run's.
         ConfigError: as `asyncmoe.config.load`.
     """
-    file = run_dir / FILE
+    file = file or run_dir / FILE
     if not file.is_file():
         raise UserError("RUN", got=f"{run_dir}, which has no {FILE}", expected="the directory of a run")
     former = load_as(Config, file, idle=True).run.dir

@@ -75,10 +75,12 @@ class Recorded:
     Attributes:
         steps: the newest record of each step, by `TrainedStep.step`.
         starts: the start under which it was trained, by the same number.
+        newest: the newest start.
     """
 
     steps: Mapping[int, TrainedStep]
     starts: Mapping[int, Started]
+    newest: Started | None = None
 
 
 def read(run_dir: Path) -> Recorded:
@@ -99,4 +101,4 @@ def read(run_dir: Path) -> Recorded:
         elif start is not None:
             step = decoded(where, line, TrainedStep)
             steps[step.step], starts[step.step] = step, start
-    return Recorded(steps, starts)
+    return Recorded(steps, starts, start)

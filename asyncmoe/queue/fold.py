@@ -168,7 +168,7 @@ class Recovered:
         queued: groups to queue, in order of arrival.
         starts: groups to start before any new one, in order.
         arrivals: number of the newest arrival.
-        history: number of restarts that replayed, including this one.
+        history: number of restarts that replayed and so made other weights, including this one.
         first: step from which on all leases are known.
         repairs: changes to record, so that damage is repaired once.
     """
@@ -187,7 +187,9 @@ NEW = Recovered(Accounts(Ledger()))
 """No earlier process left anything."""
 
 
-def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
+def recover(
+    state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset(), *, same: bool = False
+) -> Recovered:
     """Return the initial state of the queue for a trainer that has taken `step` steps.
 
     Args:
@@ -195,6 +197,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
         batch: episodes of a step.
         name: the log's name, for messages.
         lost: groups whose payload is damaged.
+        same: the trainer trains the replays with the same bits, so that its weights belong to the same history.
 
     Raises:
         DataError: the log begins after the checkpoint, or ends before it.
@@ -222,7 +225,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
-    history, known = state.history + bool(replays), first if unknown is None else unknown + 1
+    history, known = state.history + (bool(replays) and not same), first if unknown is None else unknown + 1
     return Recovered(accounts, replays, queued, (*again, *pending), arrivals, history, known, repairs)
 
 

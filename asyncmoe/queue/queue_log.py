@@ -34,7 +34,7 @@ class QueueLog:
     Attributes:
         name: the log's name, for messages.
         state: the state that the records describe.
-        history: number of restarts after which steps were trained again.
+        history: number of restarts after which steps were trained again with other weights.
         replays: leases still to be granted again, by step.
         accounts: returns the queue's accounts, which go into every record.
     """
@@ -68,16 +68,17 @@ class QueueLog:
             step, reached = step + 1, lease.terms.version + 1
         return frozenset(number for number, version in newest.items() if version > reached)
 
-    def begin(self, step: int, base: int, batch: int, first_group: int, lost: Collection[int] = ()) -> Recovered:
+    def begin(self, step: int, base: int, batch: int, first_group: int, lost: Collection[int] = (), *, same: bool = False) -> Recovered:
         """Repair damage and return the state in which the queue begins; see `recover`.
 
         Args:
             first_group: number of the first group, if the log is new.
             lost: see `lost`.
+            same: see `recover`.
         """
         if self.state.first is None and not self.state.groups:
             self.state.next = max(self.state.next, first_group)
-        found = recover(self.state, step, base, batch, self.name, lost)
+        found = recover(self.state, step, base, batch, self.name, lost, same=same)
         self.accounts = lambda: found.accounts
         for change in found.repairs:
             self._add(change)
@@ -122,13 +123,13 @@ class QueueLog:
 
     # ------------------------------------------------------------ after a restart
 
-    def reopening(self, step: int, base: int, batch: int) -> Recovered:
+    def reopening(self, step: int, base: int, batch: int, *, same: bool = False) -> Recovered:
         """Return what to replay to a trainer that returns to `step` while the queue lives on, and the ledger at that step; see `recover`.
 
         Nothing may be leased or committed until `reopened` is called.
         """
         self.state.accounts = self.accounts()
-        return recover(self.state, step, base, batch, self.name)
+        return recover(self.state, step, base, batch, self.name, same=same)
 
     def reopened(self, found: Recovered) -> None:
         """Record that the trainer returns to a checkpoint, and replay its leases since; call it after `reopening`."""

@@ -21,7 +21,7 @@ class RunStands(_Record, frozen=True):
     Attributes:
         first: step from which on all leases are known.
         next: number of the first group never begun.
-        history: number of restarts after which steps were trained again.
+        history: number of restarts after which steps were trained again with other weights.
         since: position of the oldest record still needed.
         again: leases from this step on are granted again; None: none are.
     """

@@ -99,8 +99,9 @@ class RunLog:
         """Return what a rollout worker that joins now must know of the log."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
-    async def resume(self, step: int) -> tuple[Recovered, Sequence[Group]]:
-        """Return the state from which the queue resumes for a trainer that has taken `step` steps, and its queued groups.
+    async def resume(self, step: int, same: bool) -> tuple[Recovered, Sequence[Group]]:
+        """Return the state from which the queue resumes for a trainer that has taken `step` steps, and its queued groups. `same`: as in
+        `recover`.
 
         Raises:
             DataError: the log does not belong to this checkpoint, or is damaged.
@@ -109,19 +110,19 @@ class RunLog:
         first = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         base, batch = config.warmup.steps, config.rollout.batch
         lost = await asyncio.to_thread(queue_log.lost, max(step, base))
-        found = queue_log.begin(step, base, batch, first, lost)
+        found = queue_log.begin(step, base, batch, first, lost, same=same)
         queued = await queue_log.groups(found.queued)
         said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
         log.info(said, found.history, len(found.replays), len(queued), len(found.starts), queue_log.state.next)
         return found, queued
 
-    def reopen(self, queue: BoundedQueue, step: int) -> int:
-        """Set a running queue back for a trainer restarted in place at `step` steps; return the history.
+    def reopen(self, queue: BoundedQueue, step: int, same: bool) -> int:
+        """Set a running queue back for a trainer restarted in place at `step` steps; return the history. `same`: as in `recover`.
 
         Raises:
             DataError: the log does not belong to this checkpoint.
         """
-        found = self.queue_log.reopening(step, self._config.warmup.steps, self._config.rollout.batch)
+        found = self.queue_log.reopening(step, self._config.warmup.steps, self._config.rollout.batch, same=same)
         queue.reopen(step, found)
         log.info("log: history %d, %d steps are trained again", found.history, len(found.replays))
         return found.history

@@ -110,7 +110,7 @@ class TrainerSession:
         config, run_log = self._config, self._run_log
         check_digest("the trainer", hello.config_digest, config.digest)
         await self._taken.wait()
-        (resumed, queued), staleness = await run_log.resume(hello.step), config.queue.staleness
+        (resumed, queued), staleness = await run_log.resume(hello.step, hello.same), config.queue.staleness
         weighing = staleness.rule, staleness.downweight or 1.0, staleness.drop_above
         queue = BoundedQueue(
             Admission(config.rollout.batch, staleness.max_staleness, config.warmup.steps, *weighing),
@@ -145,7 +145,7 @@ class TrainerSession:
         self._newest = hello.epoch
         queue.trainer_lost()
         await self._coordinator.forget_sender("the trainer was lost")
-        self._pool.lineage = self._run_log.reopen(queue, hello.step)
+        self._pool.lineage = self._run_log.reopen(queue, hello.step, hello.same)
         went_back, self.went_back = self.went_back, asyncio.Event()
         went_back.set()
         self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)

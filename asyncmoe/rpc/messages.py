@@ -53,6 +53,8 @@ class Hello(TrainerMessage, frozen=True):
     """Facts about the rank's process, if it may run on another machine."""
     without_layout: str = ""
     """`Config.digest_without_layout`: a trainer restarted in place may have another parallel layout."""
+    same: bool = False
+    """Whether steps that were trained after `step` before are trained again with the same bits, so that their weights are not lost."""
 
 
 class Lease(TrainerMessage, frozen=True):

@@ -10,16 +10,17 @@ from functools import partial
 import numpy as np
 
 from asyncmoe.config import Config
+from asyncmoe.flight.records import TrainedStep
 from asyncmoe.models import shape_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import collectives, megatron
-from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Leased, Phase
-from asyncmoe.trainer.checks import BatchGuard
+from asyncmoe.trainer.checks import BatchGuard, Guard, RecordedGuard
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch_client import Update
+from asyncmoe.trainer.data.batch_client import Fetch, Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
+from asyncmoe.trainer.data.schedule import Ranks
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.lr import lr_at
@@ -29,6 +30,7 @@ from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import mark
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
+from asyncmoe.trainer.step_recorder import StepRecorder
 from asyncmoe.trajectory import Trajectory
 
 megatron.prepare()
@@ -50,21 +52,26 @@ class Learned:
         updates: metrics of each optimizer update, refused ones included.
         anomalies: for each broken rule of `verify`, the value that broke it.
         untrained: the rules that refused every update, joined by commas; "" unless all updates were refused.
+        schedule: the micro-batches of each update.
+        advantages: float32[n]; the advantage of each trajectory's outcome; empty in the warm-up.
     """
 
     updates: Sequence[StepMetrics]
     anomalies: Mapping[str, float] = field(default_factory=dict)
     untrained: str = ""
+    schedule: tuple[Ranks, ...] = ()
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 class Learner:
     """Trains on batches. Every rank makes the same calls.
 
     Args:
-        client: fetches trajectories.
+        fetch: fetches trajectories.
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
         samples: records values computed in training for some trajectories.
+        recorder: watches the updates of reinforcement learning; None: nothing records them.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -75,46 +82,55 @@ class Learner:
         config: Config,
         model: Model,
         adam: MegatronOptimizer,
-        client: Client,
+        fetch: Fetch,
         replay: Replay | None,
         plugins: Plugins,
         samples: TrainerSamples,
+        recorder: StepRecorder | None = None,
     ) -> None:
-        self._plugins, self._samples, self._skips = plugins, samples, 0
-        self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
+        self._plugins, self._samples, self._recorder, self._skips = plugins, samples, recorder, 0
+        self._config, self._model, self._optimizer, self._fetch, self._replay = config, model, adam, fetch, replay
         self._mesh, self._width = model.mesh, attention_width(shape_of(model.hf))
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
-    def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
+    def learn(
+        self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None], recorded: TrainedStep | None = None
+    ) -> Learned:
         """Train on a batch.
 
         Args:
             step: the trainer's step, which is also its weight version.
             before_update: as for `train_step`.
+            recorded: the record of an earlier training on the batch, whose micro-batches, if it has any, and refused updates are repeated.
 
         Raises:
             AnomalyFound: a rule of `verify` stops the run before an update.
         """
-        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
+        schedule = () if recorded is None else recorded.schedule
+        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width, schedule)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):
             layers = () if self._replay is None else self._replay.layers
-            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks)
+            trajectories = batch_client.fetch(self._fetch, self._mesh, leased, wanted, layers, masks)
         if phase == "warmup":
             nothing, lr = dict.fromkeys(trajectories, _NO_ADVANTAGE), self._config.warmup.lr
             made = [batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh) for update in updates]
             arguments = (SupervisedLoss(), lr, before_update, self._replay)
             return Learned([train_step(self._model, self._optimizer, batches, *arguments) for batches in made])
         akin = relatives(leased.items, wanted, self._config.objective)
-        others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
+        others = batch_client.fetch(self._fetch, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
-        if leased.replayed:  # engines sampled with weights from before the restart
+        if leased.replayed and not (self._recorder and self._recorder.same):  # engines sampled with weights that are lost
             verify = verify.model_copy(update={"max_logprob_diff": None})
-        guard = BatchGuard(verify, step + 1, self._skips, says=self._mesh.rank == 0)
-        metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)
-        self._skips = self._skips + 1 if guard.refused else 0
-        untrained = guard.skipped if all(update.refused for update in metrics) else ""
-        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, untrained)
+        rules = BatchGuard(verify, step + 1, self._skips, says=self._mesh.rank == 0)
+        outcome = outcome_advantages(leased.items, self._config.objective, self._plugins)
+        guard: Guard = rules if recorded is None else RecordedGuard(recorded.refused)
+        guard = guard if self._recorder is None else self._recorder.watched(guard)
+        metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard, outcome)
+        self._skips = self._skips + 1 if rules.refused else 0
+        untrained = rules.skipped if all(update.refused for update in metrics) else ""
+        found = {rule: one.value for rule, one in rules.found.items()}
+        return Learned(metrics, found, untrained, tuple(update.schedule.ranks for update in updates), outcome[0])
 
     def _reinforce(
         self,
@@ -124,12 +140,12 @@ class Learner:
         leased: Leased,
         step: int,
         before_update: Callable[[], None],
-        guard: BatchGuard,
+        guard: Guard,
+        outcome: tuple[np.ndarray, dict[str, float]],
     ) -> list[StepMetrics]:
-        config, mesh = self._config, self._mesh
+        (paths, reported), config, mesh = outcome, self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
-        outcome, reported = outcome_advantages(leased.items, config.objective, self._plugins)
-        advantages = token_advantages(leased.items, trajectories, config.objective, outcome, others)
+        advantages = token_advantages(leased.items, trajectories, config.objective, paths, others)
         lr = lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> MicroBatches:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncmoe.config.verify import VerifySection
@@ -117,3 +117,21 @@ class BatchGuard:
     def skipped(self) -> str:
         """Why the batch is left untrained: the rules that refused it; "" if none did."""
         return ",".join(sorted(rule for rule, one in self.found.items() if one.action != "warn"))
+
+
+@dataclass
+class RecordedGuard:
+    """Repeats the decisions of an earlier training on a batch.
+
+    Attributes:
+        refused: for each update, whether it was refused.
+        update: number of the current update.
+    """
+
+    refused: Sequence[bool]
+    update: int = -1
+
+    def __call__(self, values: Mapping[str, float]) -> bool:
+        """See `Guard`. The first call for an update has its loss."""
+        self.update += "loss" in values
+        return not self.refused[self.update]

@@ -7,17 +7,17 @@ same answers, so the ranks need no collective to agree on the next action.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, RunStopping, WeightSyncError
-from asyncmoe.platform import collectives, kernels
+from asyncmoe.errors import AsyncmoeError, RunStopping, WeightSyncError
+from asyncmoe.platform import collectives
 from asyncmoe.process import freeze
-from asyncmoe.rpc import keys, nccl_settings
+from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Welcome
@@ -26,18 +26,17 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Span
-from asyncmoe.trainer import loaded_weights, objective
+from asyncmoe.trainer import loaded_weights, start
 from asyncmoe.trainer.batch_trainer import Learned, Learner
 from asyncmoe.trainer.checks import SKIPPED
-from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.lora import canonical
-from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
+from asyncmoe.trainer.data import batch_client, held
+from asyncmoe.trainer.model import checkpoint_choice, gpt, mesh
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trainer.step_recorder import StepRecorder
 from asyncmoe.weights.sender.broadcast import BroadcastPublisher
 from asyncmoe.weights.sender.deltas import unsupported
 from asyncmoe.weights.sender.disk import DiskPublisher
@@ -58,27 +57,9 @@ _NOTICED_S = 0.001
 
 def run(config: Config) -> None:
     """Train until all steps are done or the controller asks to stop. Collective over torchrun's ranks."""
-    place = mesh.start(config.trainer, config.run.seed)
-    hf = models.hf_config_of(config)
-    models.check(config, hf)
-    plugins = objective.load(config.objective, config.trainer.cp)
-    agree(plugins)
-    if place.rank == 0:
-        log.info("%d rank(s), %s; settings of NCCL, as engines have them: %s", place.world, kernels.detect(), nccl_settings.shared())
+    place, plugins = start.join(config)
     newest = checkpoint_choice.choose(config.run.dir, place)
-    try:
-        built = gpt.build(hf, config, place)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        traceback.print_exc()  # Megatron rejects arguments with these types; failing devices, disks and ranks raise other types
-        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="a model that Megatron can build") from error
-    if place.rank == 0:
-        log.info("Megatron's switches: %s", built.switches.text)
-    if newest is None or config.adapter is not None:  # adapter runs save no base weights
-        gpt.load_hf(built, config.model.path)
-    if newest is None and config.adapter is not None and config.adapter.start is not None:
-        canonical.start_from(built, config.adapter.start, config.model.path)
-    adam = optimizer.build(config, built)
-    done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
+    built, adam, done = start.load(config, place, newest)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
@@ -108,7 +89,9 @@ class Trainer:
         self._config, self._mesh, self._model, self._client = config, place, built, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
+        self._recorder = StepRecorder(config, built, adam, done, plugins.sources)
+        fetch = partial(held.fetch, client)
+        self._learner = Learner(config, built, adam, fetch, start.replay(config, built), plugins, samples, self._recorder)
         self._step = self._saved = done
         self._served, self._behind = 0, True  # until this trainer has published a version, engines may be ahead of it
         self._first = place.rank == 0
@@ -123,7 +106,8 @@ class Trainer:
         """Train until all steps are done or a lease asks to stop."""
         config = self._config
         ours = facts(f"trainer.{self._mesh.rank}")
-        hello = Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours, config.digest_without_layout)
+        same = self._recorder.same
+        hello = Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours, config.digest_without_layout, same)
         # The controller first aborts whatever a previous trainer had in progress with the engines.
         welcome = self._client.ask(hello, ANSWER_S + config.sync.timeout_s)[0]
         assert isinstance(welcome, Welcome)
@@ -208,6 +192,8 @@ class Trainer:
         for part in between(got, trained, self._waits):
             self._span("train", *part)
         dropped = f"{SKIPPED}{learned.untrained}" if learned.untrained else ""
+        if phase == "rl":
+            self._recorder.record(self._step + 1, leased.items, learned)
         self._client.ask(Commit(leased.step, dropped), ANSWER_S)
         self._step += 1
         warm = self._step == self._config.warmup.steps
@@ -276,30 +262,10 @@ class Trainer:
             self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
 
 
-def agree(plugins: Plugins) -> None:
-    """Refuse plug-ins whose source differs between ranks, which would train with different objectives. Collective over all ranks.
-
-    Raises:
-        ConfigError: names the plug-in and the ranks; the same on every rank.
-    """
-    everyone = collectives.everyones(plugins.sources)
-    for target, digest in everyone[0].items():
-        others = [rank for rank, found in enumerate(everyone) if found.get(target) != digest]
-        if others:
-            got = f"another file of {target} on rank {others[0]} than on rank 0"
-            raise ConfigError("objective", got=got, expected="the same file everywhere", hint="copy the file, or set PYTHONPATH")
-
-
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the parts of an interval outside `gaps`, which are in order and do not overlap; gaps up to `_NOTICED_S` are ignored."""
     edges = [begin, *(edge for gap in gaps if gap[1] - gap[0] > _NOTICED_S for edge in gap), end]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def replay(config: Config, built: gpt.Model) -> Replay | None:
-    """Return the routing replay for this rank's routers; None if routing is not kept."""
-    routing = models.kept_routing(config, built.hf)
-    return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
 def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums) -> Publisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.log.log import Place
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rpc.messages import Fetched, FindWorker, Leased, WorkerFound
-from asyncmoe.trainer import loop
+from asyncmoe.trainer import start
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.data import held, shared_fetch
 from asyncmoe.trainer.model import mesh, optimizer
@@ -84,7 +85,7 @@ def main(folder: str, layout: str) -> list[Any]:
 
     def learner(config: Config) -> Learner:
         samples = TrainerSamples(config, built.mesh, 0, 0)
-        return Learner(config, built, adam, controller, loop.replay(config, built), NO_PLUGINS, samples)
+        return Learner(config, built, adam, partial(held.fetch, controller), start.replay(config, built), NO_PLUGINS, samples)
 
     first, strict = learner(config), learner(configuration(path, layout, {"max_logprob_diff": 1e-6}))
     found = {

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.trainer import loop, step
+from asyncmoe.trainer import start, step
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
@@ -53,7 +53,7 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
     """
     place, lengths = built.mesh, [len(t) for t in recorded]
     planned = schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
-    replay = loop.replay(config, built)
+    replay = start.replay(config, built)
     batches = parity.packed(dict(enumerate(recorded)), planned, config, place, np.zeros(len(recorded)), routing=replay.routing)
     ours = step.logprobs_only(built, batches, lengths, temperature, replay)
     bare = step.logprobs_only(built, [replace(b, support=None) for b in batches], lengths, temperature, replay)

@@ -17,16 +17,18 @@ from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.data import batch, held, trees
+from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
+from asyncmoe.trainer.data.schedule import Ranks, Schedule, schedule, split_updates
 from asyncmoe.trainer.data.shared_fetch import shared
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
+from asyncmoe.trajectory import Buffer, Routing, Trajectory, decode, frames_in
 
 _PATIENCE_S = 2.0
 """Longest wait of a single lease request, in seconds; the request is then repeated."""
+Fetch = Callable[[Sequence[Item], tuple[int, ...] | None, bool], Sequence[Buffer]]
+"""(leased items, layers, masks) -> the items' frames in order; layers and masks as in `WorkerFetch`."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,24 @@ class Update:
     """For each of these positions, the loss weight of a sampled token."""
 
 
-def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh, width: int) -> list[Update]:
+def plan_updates(
+    items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh, width: int, recorded: Sequence[Ranks] = ()
+) -> list[Update]:
     """Split a batch into optimizer steps, and each step into micro-batches.
 
     Args:
         width: as for `asyncmoe.trainer.data.schedule.cost`.
+        recorded: the micro-batches of each update, as an earlier training on the batch had them; empty: plan them.
     """
     trainer, aggregation, parts = config.trainer, config.objective.aggregation, [list(range(len(items)))]
     if phase == "rl":
         parts = split_updates([item.group for item in items], config.objective.updates_per_batch)
     made = []
-    for part in parts:
+    for number, part in enumerate(parts):
         chosen = [items[i] for i in part]
         planned = schedule([item.tokens for item in chosen], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, width)
         ranks = tuple(tuple(tuple(part[i] for i in indices) for indices in rank) for rank in planned.ranks)
+        ranks = recorded[number] if recorded else ranks
         weights = trees.token_weights(chosen, aggregation if phase == "rl" else "token_mean", config.rollout.max_new_tokens)
         made.append(Update(tuple(part), replace(planned, ranks=ranks), dict(zip(part, weights.tolist(), strict=True))))
     return made
@@ -137,7 +143,7 @@ def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: floa
     return reply
 
 
-def fetch(client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool) -> dict[int, Trajectory]:
+def fetch(ask: Fetch, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for all ranks that train on them (`Mesh.replica_group`).
     Collective over these ranks.
 
@@ -149,7 +155,7 @@ def fetch(client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], lay
     if not wanted:
         return {}
     items, each, found = [leased.items[i] for i in wanted], frames_in(1), {}
-    frames = shared(mesh, len(items) * each, lambda: held.fetch(client, items, layers, masks))
+    frames = shared(mesh, len(items) * each, lambda: ask(items, layers, masks))
     for place, (i, item) in enumerate(zip(wanted, items, strict=True)):
         found[i] = decode(frames[place * each : (place + 1) * each])
         if found[i].key != item.key:

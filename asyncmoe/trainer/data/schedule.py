@@ -17,6 +17,8 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.zigzag import padded
 
 Indices = tuple[int, ...]
+Ranks = tuple[tuple[Indices, ...], ...]
+"""The trajectories of each micro-batch of each data-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Schedule:
         the schedule depends only on the arguments.
     """
 
-    ranks: tuple[tuple[Indices, ...], ...]
+    ranks: Ranks
     rows: int = 0
 
     def indices(self, dp_rank: int) -> list[int]:

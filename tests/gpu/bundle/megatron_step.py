@@ -80,7 +80,7 @@ def step(spec: str, dtype: str, target: str) -> None:
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     from asyncmoe.config.model import MadeModel
-    from asyncmoe.trainer import loop, objective
+    from asyncmoe.trainer import objective, start
     from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.data.schedule import BatchGrid
     from asyncmoe.trainer.losses import SupervisedLoss
@@ -92,7 +92,7 @@ def step(spec: str, dtype: str, target: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = saving.small(Path(folder), MadeModel(**SHAPE), dtype=dtype)
         built = saving.built(config)
-    adam, replay = optimizer.build(config, built), loop.replay(config, built)
+    adam, replay = optimizer.build(config, built), start.replay(config, built)
     known = dict(enumerate(demonstrations(TRAJECTORIES, TOKENS, built.hf["vocab_size"], replay.routing)))
     weights = objective.token_weights([TOKENS - 1] * TRAJECTORIES, "token_mean")
 

@@ -1,0 +1,116 @@
+"""A recorded run: which of its steps can be trained again, from which checkpoint, and with which configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from asyncmoe import config as configuration
+from asyncmoe.checkpoints import directories
+from asyncmoe.config import Config
+from asyncmoe.errors import DataError
+from asyncmoe.flight import records
+from asyncmoe.flight.batches import Batches
+from asyncmoe.flight.records import Recorded, Started
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps that were trained under one configuration.
+
+    Attributes:
+        start: how they were trained.
+        first, last: steps taken before and after them.
+    """
+
+    start: Started
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recorded run, which may be in progress.
+
+    Attributes:
+        config: its newest configuration.
+    """
+
+    folder: Path
+    config: Config
+    recorded: Recorded
+    batches: Batches
+
+    @classmethod
+    def of(cls, folder: Path) -> Source:
+        """Read a run's records. Raises UserError: it has none, or they are damaged."""
+        config = configuration.of_run(folder)
+        return cls(folder, config, records.read(folder), Batches(folder, config.log))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a record, and a batch in the log, ascending."""
+        kept = {*self.batches.kept}
+        return [step for step in sorted(self.recorded.steps) if step - 1 in kept]
+
+    @property
+    def bases(self) -> list[int]:
+        """Steps taken at the states from which training can begin: checkpoints, and 0 for the model's files, ascending."""
+        taken = [step for path in directories.complete(self.folder) if (step := directories.step_of(path.name)) is not None]
+        return taken if self.config.warmup.steps else [0, *taken]
+
+    def checkpoint(self, taken: int) -> Path | None:
+        """Return the checkpoint of one of `bases`; None: the model's files."""
+        return directories.directory(self.folder, taken) if directories.directory(self.folder, taken).exists() else None
+
+    def base(self, step: int) -> int:
+        """Return the steps taken at the newest state with at most `step` steps. Raises DataError: there is none."""
+        if earlier := [one for one in self.bases if one <= step]:
+            return earlier[-1]
+        got = f"checkpoints of steps {ranges(self.bases)}" if self.bases else "no checkpoint"
+        hint = "log.keep keeps more steps, with the checkpoint before them"
+        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=hint)
+
+    def stretches(self, first: int, last: int) -> list[Stretch]:
+        """Split steps `first + 1` to `last` into stretches.
+
+        Raises:
+            DataError: a step has no record or no batch any more; names the steps that have.
+        """
+        there = self.steps
+        if lacking := [step for step in range(first + 1, last + 1) if step not in there]:
+            got = f"step {lacking[0]} without {'a batch in the log' if lacking[0] in self.recorded.steps else 'a record'}"
+            hint = f"there are steps {ranges(there)}; log.keep sets how many are kept" if there else "log.keep sets how many are kept"
+            raise DataError(str(self.folder), got=got, expected=f"steps {first + 1} to {last}", hint=hint)
+
+        def kind(step: int) -> tuple[object, ...]:
+            start = self.recorded.starts[step]
+            return start.config, start.circumstances.get("threads")
+
+        runs = [list(steps) for _, steps in groupby(range(first + 1, last + 1), kind)]
+        return [Stretch(self.recorded.starts[steps[0]], steps[0] - 1, steps[-1]) for steps in runs]
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The first and the last of the newest consecutive steps that can be trained again. Raises DataError: there is none."""
+        last = max(self.steps, default=0)
+        first = last
+        while first - 1 in self.steps:
+            first -= 1
+        begins = [one for one in self.bases if first - 1 <= one < last]
+        if not begins:
+            raise DataError(str(self.folder), got="no batch of a step after a checkpoint", expected="a run that keeps some (log.keep)")
+        return begins[0] + 1, last
+
+
+def ranges(steps: Collection[int]) -> str:
+    """Format steps: "3 to 7, 9"."""
+    found: list[list[int]] = []
+    for step in sorted(steps):
+        if found and step == found[-1][-1] + 1:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in found)

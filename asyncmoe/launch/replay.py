@@ -1,0 +1,198 @@
+"""`asyncmoe replay` and `asyncmoe fork`: train the recorded steps of a run again, by ranks on this machine, without engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe import models, storage
+from asyncmoe.checkpoints import directories, intact
+from asyncmoe.config import Config, moved
+from asyncmoe.config.telemetry import TelemetrySection
+from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
+from asyncmoe.flight import compare, records
+from asyncmoe.flight.records import Recorded
+from asyncmoe.flight.source import Source, Stretch, ranges
+from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
+from asyncmoe.launch.torchrun import THREADS, trainer_command, trainer_environment
+from asyncmoe.log import belonging
+from asyncmoe.log.belonging import Belonging
+from asyncmoe.models import origin
+from asyncmoe.process import WARNING, Child
+from asyncmoe.rollout import run_log
+from asyncmoe.scratch import Scratch
+from asyncmoe.telemetry.records import Tail, read_steps
+from asyncmoe.telemetry.schema import METRICS, Step
+
+_POLL_S = 0.5
+_FAR = 0.5
+"""Effective sample size, as a share, below which a fork's policy is too far from the recorded batches."""
+Steps = tuple[int, int]
+"""First and last step, both included."""
+
+
+def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool:
+    """Train recorded steps again, and compare. Writes nothing to the run, which may have been moved or copied. Return whether the bits are
+    equal.
+
+    Args:
+        steps: None: all that can be trained again.
+        overrides: keys of another layout or machine; the result is then a bound.
+
+    Raises:
+        UserError: the steps cannot be trained again.
+        AsyncmoeError: a rank failed.
+    """
+    source = Source.of(run_dir)
+    first, last = steps or source.newest
+    done, scratch = source.base(first - 1), Scratch()
+    target = scratch.path / "replay"
+    _train(source, done, last, target, overrides, source.checkpoint(done), forks=False, keeps=False)
+    asked, mine = range(first, last + 1), records.read(target)
+    print(*_told(source.recorded, mine, asked, target), sep="\n")
+    scratch.remove()
+    return compare.first_difference(source.recorded, mine, asked) is None
+
+
+def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
+    """Train the recorded batches after step `at` with other keys, as far as there are any. Return the directory of the new run.
+
+    Raises:
+        UserError: as `replay`; the directory exists.
+        AsyncmoeError: a rank failed.
+    """
+    source, last = Source.of(run_dir), at
+    while last + 1 in source.steps:
+        last += 1
+    if last == at:
+        there = ranges(source.steps) or "none"
+        raise ConfigError("--at", got=at, expected=f"a step before one that can be trained again; these are {there}")
+    given = configuration.of_run(run_dir, overrides).run.dir
+    target = run_dir.with_name(f"{run_dir.name}-fork-{at}") if given == run_dir else given
+    storage.check_new("fork", target)
+    storage.make_private(target)
+    if (run_dir / origin.FILE).exists():
+        shutil.copy(run_dir / origin.FILE, target)
+    done = source.base(at)
+    checkpoint = source.checkpoint(done)
+    if done < at:
+        _train(source, done, at, target, [], checkpoint, forks=False, keeps=True)
+        checkpoint = directories.directory(target, at)
+    _train(source, at, last, target, overrides, checkpoint, forks=True, keeps=True)
+    weak = [one for one in read_steps(target / METRICS) if one.step > at and one.ess is not None and one.ess < _FAR]
+    if weak:
+        lowest = min(weak, key=lambda one: one.ess or 0.0)
+        told = f"below {_FAR:g} from step {weak[0].step} on, {lowest.ess:.2g} at step {lowest.step}"
+        print(f"{WARNING}the effective sample size is {told}: the policy is too far from the recorded batches to judge it by them")
+    return target
+
+
+def against(run_dir: Path, other: Path) -> bool:
+    """Compare the records of two runs, and print the first difference. Return whether there is none."""
+    one, two = records.read(run_dir), records.read(other)
+    both = sorted(one.steps.keys() & two.steps.keys())
+    if not both:
+        got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
+        raise UserError("--against", got=got, expected="two runs that have records of the same steps")
+    print(*_told(one, two, range(both[0], both[-1] + 1), other), sep="\n")
+    return compare.first_difference(one, two, range(both[0], both[-1] + 1)) is None
+
+
+def _train(
+    source: Source, done: int, last: int, target: Path, overrides: Sequence[str], checkpoint: Path | None, *, forks: bool, keeps: bool
+) -> None:
+    """Train steps `done + 1` to `last` into the directory `target`.
+
+    Args:
+        checkpoint: the one to begin with; None: the model's files.
+        forks: the configuration of the first step decides, with the overrides; else each step is repeated as it was.
+        keeps: save a checkpoint of the last step.
+    """
+    parts = source.stretches(done, last)
+    parts = [Stretch(parts[0].start, done, last)] if forks else parts
+    for part in parts:
+        if checkpoint is not None and (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
+            raise intact.refused(checkpoint, fault)
+        config = _config(source, part, target, overrides)
+        begin = "" if checkpoint is None else str(checkpoint.absolute())
+        stage = Stage(str(source.folder.absolute()), begin, part.last, not forks, keeps or part is not parts[-1])
+        _run(config, stage, part.start.circumstances.get("threads"))
+        checkpoint = directories.directory(target, part.last)
+
+
+def _config(source: Source, part: Stretch, target: Path, overrides: Sequence[str]) -> Config:
+    """Write and return the configuration of a stretch.
+
+    Raises:
+        ConfigError: an override is refused, or needs what engines did not record.
+    """
+    file = target / moved.FILE
+    storage.make_private(target)
+    file.write_text(yaml.safe_dump(part.start.config))
+    config = moved.absolute(configuration.of_run(source.folder, [one for one in overrides if not one.startswith("run.dir=")], file=file))
+    _check_recorded(config, belonging.read(source.folder))
+    telemetry = TelemetrySection(samples=config.telemetry.samples.model_copy(update={"groups": 0}))
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": target.absolute()}), "telemetry": telemetry})
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    return config
+
+
+def _check_recorded(config: Config, known: Belonging | None) -> None:
+    """Refuse a configuration that needs what engines did not record. Raises ConfigError."""
+    for key, value in run_log.identity(config, models.recording(config, models.hf_config_of(config))).items():
+        then = value if known is None else known.of.get(key, value)
+        if value not in (then, "off", "0"):
+            raise ConfigError(key, got=value, expected=f"{then}, as the recorded batches have it")
+
+
+def _run(config: Config, stage: Stage, threads: str | None) -> None:
+    """Run the ranks of a stage, with as many threads each as when the steps were recorded; print a line for each step.
+
+    Raises:
+        AsyncmoeError: a rank failed. No time limit: collectives have one (`trainer.timeout_s`), and a step takes as long as it takes.
+    """
+    folder = config.run.dir
+    file, log = folder / "stage.json", folder / "logs" / "replay.log"
+    file.write_bytes(msgspec.json.encode(stage))
+    environment = trainer_environment(({THREADS: threads} if threads else {}) | os.environ)
+    child = Child("replay", trainer_command(config, folder / moved.FILE, "asyncmoe.trainer.recorded", str(file)), log, environment)
+    steps = Tail(folder / METRICS)
+    steps.poll_steps()
+    try:
+        while not child.wait(_POLL_S):
+            _show(steps, stage.last)
+        _show(steps, stage.last)
+        if child.returncode != 0:
+            raise AsyncmoeError(child.why())
+    finally:
+        child.end(5.0)
+
+
+def _show(steps: Tail, last: int) -> None:
+    for one in steps.poll_steps():
+        if isinstance(one, Step):
+            print(f"step {one.step} of {last}: loss {one.loss:.6g}, grad_norm {one.grad_norm:.6g}, {one.step_seconds:.1f} s", flush=True)
+
+
+def _told(recorded: Recorded, mine: Recorded, steps: range, target: Path) -> list[str]:
+    """Return the result of a comparison for people."""
+    found = compare.first_difference(recorded, mine, steps)
+    if found is None:
+        return [f"steps {steps[0]} to {steps[-1]}: bit-equal (gradients, weights, optimizer)"]
+    lines = [compare.text(found), *compare.reasons(recorded.starts[found.step], mine.starts[found.step])]
+    loss, norm = compare.largest(recorded, mine, steps)
+    lines.append(f"steps {steps[0]} to {steps[-1]}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
+    for one in Tail(target / DIFFERENCES).poll_as(Compared):
+        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.scale or 1.0))
+        share = worst.largest / (worst.scale or 1.0)
+        where = f"{worst.tensor}, elements {worst.first} to {worst.last}"
+        lines.append(
+            f"weights after step {one.step}: {len(one.tensors)} tensors differ, at most by {share:.2g} of the largest weight ({where})"
+        )
+    return lines

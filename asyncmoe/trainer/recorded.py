@@ -1,0 +1,124 @@
+"""`torchrun ... -m asyncmoe.trainer.recorded CONFIG STAGE`: train on the recorded batches of a run, without engines and controller.
+
+The records of the steps, and a checkpoint if the stage asks for one, go to the configuration's run.dir, as those of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import config as configuration
+from asyncmoe.checkpoints import directories, intact
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.flight.records import TrainedStep
+from asyncmoe.flight.source import Source
+from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
+from asyncmoe.imports import uncollected
+from asyncmoe.process import die_with_parent, freeze, leave, named, say
+from asyncmoe.telemetry.clock import unix
+from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.schema import METRICS, Resume
+
+
+def told(source: Source, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
+    """Return the record of a step (steps taken, this one included), without its micro-batches if it had another layout; None: it has
+    none."""
+    found = source.recorded.steps.get(step)
+    if found is None or layout_of(source.recorded.starts[step].circumstances) == layout:
+        return found
+    return msgspec.structs.replace(found, schedule=())
+
+
+def layout_of(circumstances: Mapping[str, str]) -> dict[str, str]:
+    """Return the circumstances that the micro-batches depend on."""
+    return {name: value for name, value in circumstances.items() if name.startswith("trainer.")}
+
+
+def run(config: Config, stage: Stage) -> None:
+    """Train a stage. Collective over torchrun's ranks.
+
+    Raises:
+        UserError: the model, a plug-in, the checkpoint or the records cannot be used.
+        StorageError: the checkpoint cannot be written.
+    """
+    from asyncmoe import models  # Megatron must not be imported before the platform is prepared
+    from asyncmoe.trainer import start
+    from asyncmoe.trainer.batch_trainer import Learner
+    from asyncmoe.trainer.model import checkpoint_choice, mesh
+    from asyncmoe.trainer.model.checkpoint_saver import Saver, Stood
+    from asyncmoe.trainer.model.differences import differences
+    from asyncmoe.trainer.records import step_record
+    from asyncmoe.trainer.samples import TrainerSamples
+    from asyncmoe.trainer.step_recorder import StepRecorder
+
+    source = Source.of(Path(stage.source))
+    place, plugins = start.join(config)
+    first = Path(stage.checkpoint) if stage.checkpoint else None
+    if first is not None and (fault := checkpoint_choice.agreed_fault(first, place)) is not None:
+        raise intact.refused(first, fault)
+    built, adam, done = start.load(config, place, first)
+    routing = models.kept_routing(config, built.hf)
+    samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
+    recorder = StepRecorder(config, built, adam, done, plugins.sources)
+    learner = Learner(config, built, adam, source.batches.frames, start.replay(config, built), plugins, samples, recorder)
+    metrics = JsonLines(config.run.dir / METRICS) if place.rank == 0 else None
+    if metrics is not None:
+        metrics.write(Resume(resumed_at=done, time=unix(), epoch=0))
+    freeze()
+    for step in range(done, stage.last):
+        begin, leased = unix(), source.batches.leased(step)
+        then = told(source, step + 1, layout_of(recorder.started.circumstances))
+        got = unix()
+        learned = learner.learn(leased, "rl", step, lambda: None, then if stage.replays else None)
+        made = recorder.record(step + 1, leased.items, learned)
+        if metrics is not None:
+            metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, got, unix()), Stood()))
+        known = directories.directory(source.folder, step + 1)
+        if stage.replays and then is not None and made.weights != then.weights and known.is_dir():
+            found = differences(known, built)
+            if place.rank == 0:
+                _note(config, Compared(step + 1, tuple(found)))
+    if stage.saves and stage.last > done:
+        saver = Saver(config, built, adam)
+        saver.save(stage.last)
+        saver.settle()
+    mesh.stop()
+
+
+def _note(config: Config, compared: Compared) -> None:
+    with JsonLines(config.run.dir / DIFFERENCES) as lines:
+        lines.append(msgspec.json.encode(compared) + b"\n")
+
+
+def main() -> None:
+    """Run the stage; print user-facing errors as one line."""
+    die_with_parent()
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
+    try:
+        with named(f"replay.{rank}"):
+            config = configuration.load(Path(sys.argv[1]))
+            stage = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=Stage)
+            with uncollected():
+                from asyncmoe.trainer.model import environment
+
+                environment.prepare(config.trainer)
+                from asyncmoe.platform import megatron
+
+                megatron.prepare()
+            run(config, stage)
+    except AsyncmoeError as error:
+        say(error)
+        leave(error.exit_code)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

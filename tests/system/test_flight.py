@@ -1,0 +1,84 @@
+"""The flight recorder on whole runs: lost processes, replays, forks, packs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import Command, json_lines, logs, metrics, refused, start, wait_for
+from tests.system.trained_once import WARM, process, trained
+
+pytestmark = pytest.mark.system
+SHAPE = ("trainer.checkpoint_every=4", "log.keep=all", "log.piece_tokens=8")
+
+
+def weights(directory: Path, out: Path) -> str:
+    """Export the newest checkpoint of a run; return the SHA-256 of its weights."""
+    Command("export", str(directory), str(out)).succeed()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))).hexdigest()
+
+
+def forked(directory: Path, at: int, out: Path, *overrides: str) -> Path:
+    Command("fork", str(directory), "--at", str(at), f"run.dir={out}", *overrides).succeed(600.0)
+    return out
+
+
+def lose(directory: Path, role: str) -> None:
+    """Kill a process between two steps, and wait for the next step."""
+    lines, last = len(metrics(directory)), metrics(directory)[-1]["step"]
+    process(directory, role).kill()
+    assert wait_for(partial(trained, directory, lines, last + 1), 150), logs(directory)
+
+
+def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) -> None:
+    """By a replay, by a fork without other keys, and by the replay of a pack that was moved and whose run is gone."""
+    directory, steps = tmp_path / "run", 24
+    command = start(directory, *SHAPE, f"run.steps={steps}")
+    assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
+    for role in ("trainer.1", "controller", "engine.0"):
+        lose(directory, role)
+    command.succeed(directory=directory)
+    assert {one["lineage"] for one in metrics(directory)} == {0}, "no weights were lost"
+    losses: dict[int, set[float]] = {}
+    for one in metrics(directory):
+        losses.setdefault(one["step"], set()).add(one["loss"])
+    assert len(metrics(directory)) > len(losses), "steps were trained again"
+    assert all(len(found) == 1 for found in losses.values())
+
+    out, _ = Command("replay", str(directory)).succeed(600.0)
+    assert f"steps {WARM + 1} to {WARM + steps}: bit-equal" in out
+    same = forked(directory, WARM + 5, tmp_path / "same")
+    assert weights(same, tmp_path / "of-fork") == weights(directory, tmp_path / "of-run")
+    other = forked(directory, WARM + steps - 4, tmp_path / "other", "objective.correction.kind=none")
+    assert [one["step"] for one in metrics(other)] == list(range(WARM + steps - 3, WARM + steps + 1))
+
+    Command("pack", str(directory), str(tmp_path / "packed"), "--steps", f"{WARM + 10}:{WARM + 12}").succeed()
+    shutil.rmtree(directory)
+    (tmp_path / "model").unlink()
+    (tmp_path / "packed").rename(tmp_path / "moved")
+    out, _ = Command("replay", str(tmp_path / "moved"), "--step", str(WARM + 11)).succeed()
+    assert f"steps {WARM + 11} to {WARM + 11}: bit-equal" in out
+    assert f"steps {WARM + 10} to {WARM + 12}" in refused("replay", str(tmp_path / "moved"), "--step", "1000")
+
+
+@pytest.mark.thorough
+def test_two_hundred_steps_with_forty_faults(tmp_path: Path) -> None:
+    directory, steps, draw = tmp_path / "run", 200, random.Random(54)
+    shape = (*SHAPE, f"run.steps={steps}", "trainer.max_restarts=9", "run.controller_restarts=9", "engines.restarts=99")
+    command = start(directory, *shape)
+    assert wait_for(partial(trained, directory, 0, WARM + 1), 150), logs(directory)
+    for _ in range(40):
+        lose(directory, draw.choice(("trainer.0", "trainer.1", "controller", "engine.0")))
+    assert metrics(directory)[-1]["step"] < WARM + steps, "all faults came before the end"
+    command.succeed(1200.0, directory)
+    out, _ = Command("replay", str(directory)).succeed(1200.0)
+    assert f"steps {WARM + 1} to {WARM + steps}: bit-equal" in out
+    assert {one["lineage"] for one in metrics(directory)} == {0}
+    same = forked(directory, WARM, tmp_path / "same")
+    assert weights(same, tmp_path / "of-fork") == weights(directory, tmp_path / "of-run")
+    assert len(json_lines(directory / "trained.jsonl")) > steps

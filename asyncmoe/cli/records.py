@@ -160,8 +160,7 @@ def log(run_dir: RunPath) -> None:
     The command changes nothing, so the run may still be running. The exit status is 1 if a record is damaged. docs/log-format.md describes
     the file format.
     """
-    from asyncmoe.config.log import LogSection
-    from asyncmoe.flight.batches import described
+    from asyncmoe.flight.source import described
     from asyncmoe.log import belonging, files
 
     known = belonging.read(run_dir)
@@ -171,6 +170,6 @@ def log(run_dir: RunPath) -> None:
     found = [files.examine(each) for each in sorted(known.where(run_dir).iterdir()) if each.is_dir()]
     for each in found:
         typer.echo(each)
-    typer.echo(described(run_dir, LogSection(folder=known.where(run_dir))))
+    typer.echo(described(run_dir))
     if any("damaged" in each for each in found):
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from asyncmoe.checkpoints.facts_file import FACTS
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import DataError
 from asyncmoe.flight import records
-from asyncmoe.flight.batches import Batches, replayable, told
+from asyncmoe.flight.batches import Batches
 from asyncmoe.flight.records import Recorded
+from asyncmoe.flight.source import Source
 from asyncmoe.log import belonging
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Place
@@ -36,7 +37,6 @@ from asyncmoe.telemetry.secrets import HIDDEN, is_secret, without_users
 
 PLUGINS = "plugins"
 """Folder from which the user's own code can be imported."""
-_WHAT = "the pack"
 _RUN = "packed"
 """`run.dir` in a pack: `asyncmoe.config.moved.of_run` replaces it by the pack's path."""
 _ABSOLUTE = re.compile(r"(?:file://|(?<![\w./~-]))/(?=[^\s/])(?:[^\s/:,;'\"]+/)*")
@@ -45,32 +45,31 @@ _PRIVATE = ("task", "evaluation", "lora.start")
 """Beginnings of keys whose texts in a run's origin may have names of files; a pack does not have these files."""
 
 
-def pack(run_dir: Path, first: int, last: int, out: Path) -> dict[str, int]:
+def pack(run_dir: Path, first: int, last: int, out: Path) -> list[str]:
     """Write to a new folder what it takes to train the steps from `first` to `last` again, and the steps before them since a checkpoint.
 
     Args:
         first, last: numbers of steps as users count them.
 
     Returns:
-        The bytes of each part: the checkpoint, the log, the model, ...
+        A line for each part: its name and bytes.
 
     Raises:
         DataError: the run lacks one of the steps, or a part of it is damaged; or `out` exists.
         ConfigError: the user's own code cannot be imported.
         StorageError: it cannot be written.
     """
-    config = hub.with_local_model(moved.of_run(run_dir), download=False)
-    recorded, batches = records.read(run_dir), Batches(run_dir, config.log)
-    checkpoint, start = _start(run_dir, first, last, replayable(run_dir, batches.kept, recorded.steps))
-    steps = range(start + 1, last + 1)
-    with storage.new_directory(_WHAT, out) as folder, storage.writing(_WHAT, out):
+    source = Source.of(run_dir)
+    config, start = hub.with_local_model(source.config, download=False), source.base(first - 1)
+    starts = [one.start for one in source.stretches(start, last)]
+    with storage.new_directory("the pack", out) as folder, storage.writing("the pack", out):
         kept = {key: text for key, text in origin.read(run_dir).items() if not key.startswith(_PRIVATE)}
         (folder / origin.FILE).write_text(json.dumps(kept, indent=1))
         (folder / moved.FILE).write_text(yaml.safe_dump(cleaned(config.model_dump(mode="json"), start), sort_keys=False))
-        (folder / records.TRAINED).write_bytes(b"".join(_lines(recorded, steps, start)))
-        if checkpoint is not None:
+        (folder / records.TRAINED).write_bytes(b"".join(_lines(source.recorded, start, last)))
+        if (checkpoint := source.checkpoint(start)) is not None:
             _copy(checkpoint, folder / directories.FOLDER / checkpoint.name, kept)
-        _model(config, [recorded.starts[step].config for step in steps], folder, start)
+        _model(config, [one.config for one in starts], folder, start)
         own = [target for target, _ in config.objective.own.values()]
         for target in [*own, *filter(plugins.is_name, [config.model.family])]:
             plugins.load(target, "objective", forms=plugins.FORM, wanted="the run's own code")
@@ -81,13 +80,13 @@ def pack(run_dir: Path, first: int, last: int, out: Path) -> dict[str, int]:
         assert known is not None  # `Batches` has read it
         packed = belonging.Belonging(belonging.FORM, known.of, begun=True)
         belonging.write(folder, packed)
-        asyncio.run(_log(folder / belonging.FOLDER, packed.run, batches, [step - 1 for step in steps]))
+        asyncio.run(_log(folder / belonging.FOLDER, packed.run, source.batches, range(start, last)))
         sealed = {name: manifest.seal(folder / name, sync=True) for name in manifest.names_in(folder)}
         manifest.write(folder, sealed)
     parts = Counter[str]()
     for name, one in sealed.items():
         parts[name.partition("/")[0]] += one.nbytes
-    return dict(parts)
+    return [f"{part}: {storage.size(nbytes)}" for part, nbytes in parts.items()]
 
 
 def verify(out: Path) -> None:
@@ -120,20 +119,10 @@ def _public(value: Any, key: str = "") -> Any:
     return HIDDEN if is_secret(key) and value else _ABSOLUTE.sub("", without_users(value))
 
 
-def _start(run_dir: Path, first: int, last: int, possible: Sequence[range]) -> tuple[Path | None, int]:
-    """Return the newest intact checkpoint before step `first`, None for the model's files, and its step."""
-    span = next((one for one in possible if first in one and first <= last and last in one), None)
-    if span is None:
-        raise DataError("steps", got=f"{first} to {last}", expected=f"steps of {run_dir} that can be replayed: {told(possible)}")
-    before = [path for path in directories.complete(run_dir) if span[0] - 1 <= (directories.step_of(path.name) or 0) < first]
-    found = intact.first_intact(reversed(before), intact.fault).newest
-    return found, 0 if found is None else directories.step_of(found.name) or 0
-
-
-def _lines(recorded: Recorded, steps: Iterable[int], start: int) -> Iterable[bytes]:
-    """Yield the records of steps, each start before its first step."""
+def _lines(recorded: Recorded, start: int, last: int) -> Iterator[bytes]:
+    """Yield the records of the steps after `start`, each start of the trainer before its first step."""
     former = None
-    for step in steps:
+    for step in range(start + 1, last + 1):
         if (now := recorded.starts[step]) is not former:
             yield msgspec.json.encode(msgspec.structs.replace(now, config=cleaned(now.config, start))) + b"\n"
         yield msgspec.json.encode(recorded.steps[step]) + b"\n"
@@ -144,7 +133,7 @@ def _copy(checkpoint: Path, copy: Path, kept: Mapping[str, str]) -> None:
     """Copy a checkpoint, with only the `kept` part of its origin."""
     shutil.copytree(checkpoint, copy)
     if fault := intact.fault(copy):
-        raise DataError(str(checkpoint), got=f"a damaged copy: {fault}", expected="a disk that reads what it wrote")
+        raise intact.refused(checkpoint, fault)
     facts = checkpoints.facts(copy)
     (copy / FACTS).write_text(json.dumps({**facts, "origin": dict(kept)}, indent=1))
     manifest.write(copy, {**manifest.read(copy), FACTS: manifest.seal(copy / FACTS)})

@@ -174,8 +174,8 @@ class FileLog(Log):
     """
 
     def __init__(self, folder: Path, run: str, writer: str, max_bytes: int | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder, self._file, self._reader = folder / writer, -1, FileReader(folder, run)
-        self._identity = self._reader.identity
+        self._folder, self._file, reader = folder / writer, -1, FileReader(folder, run)
+        self._identity = reader.identity
         self._segment_bytes = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1)) if max_bytes else segment_bytes
         with self._writing(), ExitStack() as held:
             storage.make_private(folder)
@@ -190,14 +190,7 @@ class FileLog(Log):
             self._begin(end)
             held.callback(lambda: os.close(self._file))
             self._held = held.pop_all()
-        super().__init__(f"log {self._folder}", end, size, max_bytes)
-
-    def _found(self) -> Iterator[Found]:
-        return self._reader.found(self._folder.name)
-
-    def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """See `Log`."""
-        return self._reader.read_at(position, writer or self._folder.name)
+        super().__init__(f"log {self._folder}", reader, writer, end, size, max_bytes)
 
     def _writing(self) -> AbstractContextManager[None]:
         return storage.writing("the log", self._folder, "log.folder names its place; a run that is started again loses nothing")

@@ -109,12 +109,12 @@ class RedisReader:
     """A `Reader` of logs in Redis. Its methods also raise StorageError if the server does not answer, and UserError if it refuses."""
 
     def __init__(self, server: RedisServer, run: str) -> None:
-        self._server, self.all = server, f"asyncmoe:{run}:"
+        self._server, self._all = server, f"asyncmoe:{run}:"
 
-    def found(self, writer: str, last: str = "+") -> Iterator[Found]:
-        """See `Reader`. `last`: ID of the last entry to read."""
-        after, key = "-", self.all + writer
-        while page := self._page(key, after, last):
+    def found(self, writer: str) -> Iterator[Found]:
+        """See `Reader`."""
+        after, key = "-", self._all + writer
+        while page := self._page(key, after):
             for name, fields in page:
                 after, position = f"({name.decode()}", _position(name)
                 if _OPENED not in fields:
@@ -122,7 +122,7 @@ class RedisReader:
 
     def read_at(self, position: int, writer: str) -> Buffer:
         """See `Reader`."""
-        key = self.all + writer
+        key = self._all + writer
         found = self._server.call(lambda client: client.xrange(key, f"{position}-0", f"{position}-0"))
         data = opened(key, position, found[0][1].get(_ENTRY)) if found else None
         if data is None:
@@ -132,12 +132,12 @@ class RedisReader:
 
     def spans(self, writer: str) -> list[tuple[int, int]]:
         """See `Reader`."""
-        key = self.all + writer
+        key = self._all + writer
         ends = self._server.call(lambda client: [*client.xrange(key, count=1), *client.xrevrange(key, count=1)])
         return [(_position(ends[0][0]), _position(ends[-1][0]) + 1)] if ends else []
 
-    def _page(self, key: str, after: str, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        return self._server.call(lambda client: client.xrange(key, after, last, _PAGE))
+    def _page(self, key: str, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        return self._server.call(lambda client: client.xrange(key, after, count=_PAGE))
 
 
 def _position(name: bytes) -> int:
@@ -154,9 +154,8 @@ class RedisLog(Log):
     """
 
     def __init__(self, server: RedisServer, run: str, writer: str, max_bytes: int | None = None) -> None:
-        self._server, self._call, self._reader, self._writer = server, server.call, RedisReader(server, run), writer
-        self._all, self._key = self._reader.all, self._reader.all + writer
-        self._lock = f"{self._key}:lock"
+        self._server, self._call, self._all = server, server.call, f"asyncmoe:{run}:"
+        self._key, self._lock = self._all + writer, f"{self._all}{writer}:lock"
         self._mine = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex}".encode()
         server.check()
         until = time.monotonic() + _LOCK_S + 1.0
@@ -166,14 +165,7 @@ class RedisLog(Log):
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
         self._call(lambda client: self._newest(client) < begin and client.xadd(self._key, {_OPENED: self._mine}, id=f"{begin}-0"))
-        super().__init__(f"log {server.name} {self._key}", begin + 1, self._usage(), max_bytes)
-
-    def _found(self) -> Iterator[Found]:
-        return self._reader.found(self._writer, f"{self._opened}-0")
-
-    def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """See `Log`."""
-        return self._reader.read_at(position, writer or self._writer)
+        super().__init__(f"log {server.name} {self._key}", RedisReader(server, run), writer, begin + 1, self._usage(), max_bytes)
 
     def _write(self, batch: Sequence[Record]) -> None:
         if (most := max(sum(map(len, parts)) for _, parts in batch)) > _MOST_BYTES:

@@ -3,100 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import yaml
 
-from asyncmoe.config import Config
-from asyncmoe.config.log import LogSection
-from asyncmoe.config.model import MadeModel
 from asyncmoe.flight import records
-from asyncmoe.flight.batches import Batches
 from asyncmoe.log import belonging
-from asyncmoe.models.make import make_model
+from asyncmoe.models.make import MadeModel, make_model
 from asyncmoe.rpc.messages import Leased
-from asyncmoe.trajectory import Routing
 from tests.configs import minimal
-from tests.unit.kept_trajectory import distinct, masks_of, sampled
+from tests.unit.kept_trajectory import trajectory
 from tests.unit.log_lives import SIZE, Home, Life, live
 from tests.unit.test_checkpoints import saved
 
-FILES = Home()
-_ROUTING = Routing(all_layers=3, layers=(0, 1, 2), top_k=2, experts=5)
+PARTS: Sequence[tuple[tuple[int, ...] | None, bool]] = ((None, True), ((1, 2), False), ((), True))
+"""Layers and masks to fetch."""
+Trained = dict[int, tuple[Leased, list[bytes]]]
+"""For each lease, the batch that was leased last, and the frames of each of `PARTS` as a rollout worker sends them."""
 
 
-@dataclass
-class FlightRun:
-    """A run whose log is in files.
-
-    Attributes:
-        trained: for each step's number in leases, the batch that was leased last, and its frames.
-    """
-
-    folder: Path
-    life: Life
-    trained: dict[int, tuple[Leased, bytes]] = field(default_factory=dict)
-
-    async def step(self, number: int, skipped: str = "") -> None:
-        """Lease a step, as it was leased before or with new groups, and commit it."""
-        if number not in self.trained:
-            for group in (2 * number, 2 * number + 1):
-                self.life.begin(group)
-                await self.life.put([recorded(group, episode, number) for episode in range(SIZE)])
-        leased = await self.life.lease(number)
-        self.trained[number] = leased, await self.life.fetched(leased)
-        self.life.queue.commit(number, skipped)
-        self.life.queue.set_version(number + 1)
-
-    async def restart(self, to: Path, step: int) -> None:
-        """Leave what a kill leaves in `to`, and resume there at a step."""
-        self.folder = self.life.kill(to)
-        self.life = await live(self.life.home, to, step)
-        self.life.queue.set_version(step)
-
-    def batches(self) -> Batches:
-        """What is in the log now."""
-        return Batches(self.folder, LogSection())
-
-
-def recorded(group: int, episode: int, version: int) -> Any:
-    """A trajectory with routes and masks."""
-    from asyncmoe.trajectory import encode_masks, encode_routes
-
-    draw, key = np.random.default_rng([group, episode]), f"g{group}.e{episode}"
-    routes = encode_routes(distinct(draw, 3, 3, 2, 5), _ROUTING, key)
-    masks = encode_masks(masks_of([[], [], [1, 4], [4]], 9), key)
-    mask = np.array([0, 0, 1, 1], bool)
-    return sampled([1, 2, 4, 4], mask, versions=version, group=group, episode=episode, key=key, routes=routes, masks=masks)
-
-
-async def begun(folder: Path, home: Home = FILES) -> FlightRun:
-    """A run that has not trained yet."""
+async def begun(folder: Path, home: Home | None = None) -> Life:
+    """A run that has trained nothing."""
     folder.mkdir()
     belonging.write(folder, belonging.Belonging(belonging.FORM, {"run.seed": "0"}, begun=True, run="run"))
-    return FlightRun(folder, await live(home, folder))
+    return await live(home or Home(), folder)
 
 
-def configured(folder: Path, checkpoints: Sequence[int], **sections: Any) -> Config:
-    """Give a run its configuration, model and checkpoints."""
-    make_model(folder / "model", MadeModel(), seed=0)
-    config = minimal(folder, folder / "model", 99, **sections)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    for step in checkpoints:
+async def train(life: Life, step: int, trained: Trained, skipped: str = "") -> None:
+    """Lease and commit a step: as it was leased before, or with new groups, which have routes and masks."""
+    for group in (2 * step, 2 * step + 1) if step not in trained else ():
+        life.begin(group)
+        made = [replace(trajectory(4, group)[0], key=f"g{group}.e{e}", group=group, episode=e) for e in range(SIZE)]
+        await life.put([replace(one, versions=one.versions.clip(max=step)) for one in made])
+    leased = await life.lease(step)
+    asked = [item.key for item in leased.items], [item.place for item in leased.items if item.place is not None]
+    trained[step] = leased, [bytes(frame) for part in PARTS for frame in await life.log.worker.fetch(*asked, *part)]
+    life.queue.commit(step, skipped)
+    life.queue.set_version(step + 1)
+
+
+def configured(folder: Path, saves: Sequence[int], steps: Sequence[int], starts: Sequence[int] = (0,), **sections: Any) -> None:
+    """Give a run a model, checkpoints, and the records of steps, with starts of the trainer after some of them."""
+    if not (folder / "model").exists():
+        make_model(folder / "model", MadeModel(), seed=0)
+    values = minimal(folder, folder / "model", 99, **sections).model_dump(mode="json")
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    for step in saves:
         saved(folder, step)
-    return config
-
-
-def write_records(folder: Path, config: Config, steps: Sequence[int], starts: Sequence[int] = (0,)) -> None:
-    """Write records of steps as their users count them, with a start of the trainer before some of them."""
-    with (folder / records.TRAINED).open("wb") as file:
-        for step in steps:
-            if step - 1 in starts:
-                start = records.Started(step - 1, config.model_dump(mode="json"), {"torch": "2"}, ("a",), True)
-                file.write(msgspec.json.encode(start) + b"\n")
-            record = records.TrainedStep(step, "0" * 16, (), (False,), b"\1", 0.5, (0.25,), (1.0,), b"\2", b"\3", b"\4")
-            file.write(msgspec.json.encode(record) + b"\n")
+    lines: list[msgspec.Struct] = []
+    for step in steps:
+        lines += [records.Started(step - 1, values, {"torch": "2"}, ("a",), True)] if step - 1 in starts else []
+        lines.append(records.TrainedStep(step, "0" * 16, (), (False,), b"\1", 0.5, (0.25,), (1.0,), b"\2", b"\3", b"\4"))
+    (folder / records.TRAINED).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

@@ -6,9 +6,10 @@ Every process that needs a name imports it: from the working directory first, th
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -281,3 +282,29 @@ def source_digest(target: str) -> str:
     """Return the SHA-256 in hex of the file of a loaded target's module; "" if it has no file."""
     file = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def sources(target: str) -> dict[Path, Path]:
+    """Return the source files of a loaded target, by path below a folder from which they can be imported: its module, the user's own
+    modules that it imports, directly or not, and the packages of all these. Installed packages are left out."""
+    found, left = dict[Path, Path](), {target.partition(":")[0]}
+    while left:
+        name = left.pop()
+        module = sys.modules.get(name)
+        file = Path(getattr(module, "__file__", None) or "")
+        place = Path(*name.split("."), "__init__.py") if file.name == "__init__.py" else Path(*name.split(".")).with_suffix(".py")
+        if place in found or file.suffix != ".py" or str(file).startswith(_LIBRARIES):
+            continue
+        found[place] = file
+        left |= {name.rpartition(".")[0], *_imported(file.read_text(encoding="utf-8"), getattr(module, "__package__", None) or "")} - {""}
+    return found
+
+
+def _imported(source: str, package: str) -> Iterator[str]:
+    """Yield the names of all modules that a module of this package may import."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            begin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (begin, *(f"{begin}.{one.name}" for one in node.names))

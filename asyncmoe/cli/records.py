@@ -155,11 +155,12 @@ def show(
 
 
 def log(run_dir: RunPath) -> None:
-    """List the logs of a run, and verify the checksum of each record.
+    """List the logs of a run, verify the checksum of each record, and say which steps can be replayed.
 
     The command changes nothing, so the run may still be running. The exit status is 1 if a record is damaged. docs/log-format.md describes
     the file format.
     """
+    from asyncmoe.flight.source import described
     from asyncmoe.log import belonging, files
 
     known = belonging.read(run_dir)
@@ -169,5 +170,6 @@ def log(run_dir: RunPath) -> None:
     found = [files.examine(each) for each in sorted(known.where(run_dir).iterdir()) if each.is_dir()]
     for each in found:
         typer.echo(each)
+    typer.echo(described(run_dir))
     if any("damaged" in each for each in found):
         raise typer.Exit(1)

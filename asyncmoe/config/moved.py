@@ -16,7 +16,7 @@ from asyncmoe.errors import ConfigError, UserError
 
 FILE = "config.yaml"
 """The configuration in a run's directory, with all defaults and overrides."""
-_SIGNS = ("checkpoints", "metrics.jsonl", "logs", "processes")
+_SIGNS = ("checkpoints", "metrics.jsonl", "trained.jsonl", "logs", "processes")
 """A run's directory also has at least one of these; a folder with config.yaml alone is not a run."""
 
 

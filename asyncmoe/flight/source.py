@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import directories
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, UserError
 from asyncmoe.flight import records
 from asyncmoe.flight.batches import Batches
 from asyncmoe.flight.records import Recorded, Started
@@ -95,9 +95,9 @@ class Source:
     @property
     def newest(self) -> tuple[int, int]:
         """The first and the last of the newest consecutive steps that can be trained again. Raises DataError: there is none."""
-        last = max(self.steps, default=0)
-        first = last
-        while first - 1 in self.steps:
+        there = {*self.steps}
+        first = last = max(there, default=0)
+        while first - 1 in there:
             first -= 1
         begins = [one for one in self.bases if first - 1 <= one < last]
         if not begins:
@@ -114,3 +114,15 @@ def ranges(steps: Collection[int]) -> str:
         else:
             found.append([step])
     return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in found)
+
+
+def described(run_dir: Path) -> str:
+    """Return a line that says which steps of a run can be trained again, or why none can."""
+    try:
+        source = Source.of(run_dir)
+        first, last = source.newest
+    except UserError as error:
+        return f"no step can be replayed: {error}"
+    checkpoint = source.checkpoint(first - 1)
+    begin = "the model's files" if checkpoint is None else f"checkpoint {checkpoint.name}"
+    return f"steps {first} to {last} can be replayed, from {begin}"

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,10 +96,13 @@ def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
 
 
 def _read(path: Path, most: int | None) -> tuple[bytes, bytes]:
-    """Return a segment's header, and `most` bytes of its records at most. Raises DataError: it cannot be read."""
+    """Return a segment's header, and `most` bytes of its records at most; nothing if its writer has just deleted it. Raises DataError: it
+    cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(HEADER_BYTES), file.read(most)
+    except FileNotFoundError:
+        return b"", b""
     except OSError as error:
         raise DataError(f"log {path}", got=error.strerror, expected="a readable file") from error
 
@@ -134,6 +137,41 @@ def _sound(said: bytes) -> bool:
     return len(said) == HEADER_BYTES and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]]))
 
 
+class FileReader:
+    """A `Reader` of logs in files. Arguments as for `FileLog`."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._all, self.identity = folder, hashlib.sha256(run.encode()).digest()
+
+    def found(self, writer: str) -> Iterator[Found]:
+        """See `Reader`."""
+        return scan(self._all / writer, self.identity)
+
+    def read_at(self, position: int, writer: str) -> Buffer:
+        """See `Reader`."""
+        folder, got = self._all / writer, "a damaged record"
+        first = max((first for first in segments_in(folder) if first <= position), default=position)
+        try:
+            with path_of(folder, first).open("rb") as file:
+                left = os.fstat(file.fileno()).st_size - file.seek(HEADER_BYTES + position - first) - HEAD_BYTES
+                if left >= 0:
+                    said = file.read(HEAD_BYTES)
+                    data = file.read(min(_HEAD.unpack(said)[2], left))
+                    if head(self.identity, position, [data]) == said:
+                        return data
+        except OSError as error:
+            got = str(error.strerror)
+        raise DataError(f"log {folder} position {position}", got=got, expected="a record", hint=LOST)
+
+    def spans(self, writer: str) -> list[tuple[int, int]]:
+        """See `Reader`."""
+        found = []
+        for first in segments_in(self._all / writer):
+            with suppress(FileNotFoundError):  # its writer has just deleted it
+                found.append((first, first + path_of(self._all / writer, first).stat().st_size - HEADER_BYTES))
+        return found
+
+
 class FileLog(Log):
     """The log in one folder. Opening it blocks until its newest segment is read.
 
@@ -149,8 +187,8 @@ class FileLog(Log):
     """
 
     def __init__(self, folder: Path, run: str, writer: str, max_bytes: int | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._all, self._folder, self._file = folder, folder / writer, -1
-        self._identity = hashlib.sha256(run.encode()).digest()
+        self._folder, self._file, reader = folder / writer, -1, FileReader(folder, run)
+        self._identity = reader.identity
         self._segment_bytes = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1)) if max_bytes else segment_bytes
         with self._writing(), ExitStack() as held:
             storage.make_private(folder)
@@ -165,26 +203,7 @@ class FileLog(Log):
             self._begin(end)
             held.callback(lambda: os.close(self._file))
             self._held = held.pop_all()
-        super().__init__(f"log {self._folder}", end, size, max_bytes)
-
-    def _found(self) -> Iterator[Found]:
-        return scan(self._folder, self._identity)
-
-    def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """See `Log`."""
-        folder, got = self._folder if writer is None else self._all / writer, "a damaged record"
-        first = max((first for first in segments_in(folder) if first <= position), default=position)
-        try:
-            with path_of(folder, first).open("rb") as file:
-                left = os.fstat(file.fileno()).st_size - file.seek(HEADER_BYTES + position - first) - HEAD_BYTES
-                if left >= 0:
-                    said = file.read(HEAD_BYTES)
-                    data = file.read(min(_HEAD.unpack(said)[2], left))
-                    if head(self._identity, position, [data]) == said:
-                        return data
-        except OSError as error:
-            got = str(error.strerror)
-        raise DataError(f"log {folder} position {position}", got=got, expected="a record", hint=LOST)
+        super().__init__(f"log {self._folder}", reader, writer, end, size, max_bytes)
 
     def _writing(self) -> AbstractContextManager[None]:
         return storage.writing("the log", self._folder, "log.folder names its place; a run that is started again loses nothing")

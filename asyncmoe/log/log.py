@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import reduce
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -50,11 +50,26 @@ def checksum(parts: Sequence[Buffer]) -> int:
     return reduce(lambda crc, part: crc32c(part, crc), parts, 0)
 
 
+class Reader(Protocol):
+    """Reads the logs of a run, by name of their writers, also while these write. Takes no lock, displaces no writer, changes nothing."""
+
+    def found(self, writer: str) -> Iterator[Found]:
+        """Yield records and damaged ranges of a log, in order; the last range may be a record that is being written. Raises DataError."""
+
+    def read_at(self, position: int, writer: str) -> Buffer:
+        """Return the bytes of a durable record. Raises DataError if it is damaged or absent."""
+
+    def spans(self, writer: str) -> list[tuple[int, int]]:
+        """Return begin and end of the ranges of positions that are kept, ascending. Reads no record."""
+
+
 class Log(ABC):
     """A log that this process writes. `append`, `read_at` and `forget` may be called from any thread.
 
     Args:
         name: the log's name, for messages.
+        reader: of the run's logs.
+        writer: name of this one.
         end: position of the next record.
         size: bytes stored.
         max_bytes: bound on `size`; None: no bound.
@@ -65,7 +80,8 @@ class Log(ABC):
         damaged: whether `read` found that records are lost.
     """
 
-    def __init__(self, name: str, end: int, size: int, max_bytes: int | None) -> None:
+    def __init__(self, name: str, reader: Reader, writer: str, end: int, size: int, max_bytes: int | None) -> None:
+        self._reader, self._writer = reader, writer
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
         self.end = self._durable = self._opened = end
         self.size = size
@@ -82,12 +98,18 @@ class Log(ABC):
 
     def read(self) -> Iterator[tuple[int, Buffer]]:
         """Yield position and bytes of each whole record present when the log was opened. Each damaged range is logged in one line."""
-        for begin, end, data in self._found():
+        for begin, end, data in self._reader.found(self._writer):
+            if begin >= self._opened:
+                return
             if data is not None:
                 yield begin, data
-            elif begin < self._opened:
+            else:
                 self.damaged = True
                 log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
+
+    def read_at(self, position: int, writer: str | None = None) -> Buffer:
+        """Return the bytes of a durable record, of any writer. Blocks. Raises DataError if it is damaged or absent."""
+        return self._reader.read_at(position, writer or self._writer)
 
     def append(self, parts: Sequence[Buffer]) -> int:
         """Append a record and return its position. Never waits.
@@ -144,14 +166,6 @@ class Log(ABC):
             self._let_go()
 
     # ------------------------------------------------------------ for backends
-
-    @abstractmethod
-    def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """Return the bytes of a durable record, of any writer. Blocks. Raises DataError if it is damaged or absent."""
-
-    @abstractmethod
-    def _found(self) -> Iterator[Found]:
-        """Yield records and damaged ranges of the log, in order."""
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:

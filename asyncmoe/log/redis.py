@@ -113,6 +113,46 @@ def opened(key: str, position: int, data: bytes | None) -> memoryview | None:
     return payload if data is not None and sealed(key, position, [payload]) == data else None
 
 
+class RedisReader:
+    """A `Reader` of logs in Redis. Its methods also raise StorageError if the server does not answer, and UserError if it refuses."""
+
+    def __init__(self, server: RedisServer, run: str) -> None:
+        self._server, self._all = server, f"asyncmoe:{run}:"
+
+    def found(self, writer: str) -> Iterator[Found]:
+        """See `Reader`."""
+        after, key = "-", self._all + writer
+        while page := self._page(key, after):
+            for name, fields in page:
+                after, position = f"({name.decode()}", _position(name)
+                if _OPENED not in fields:
+                    yield position, position + 1, opened(key, position, fields.get(_ENTRY))
+
+    def read_at(self, position: int, writer: str) -> Buffer:
+        """See `Reader`."""
+        key = self._all + writer
+        found = self._server.call(lambda client: client.xrange(key, f"{position}-0", f"{position}-0"))
+        data = opened(key, position, found[0][1].get(_ENTRY)) if found else None
+        if data is None:
+            got = "a damaged record" if found else "nothing there"
+            raise DataError(f"log {self._server.name} {key} position {position}", got=got, expected="a record", hint=LOST)
+        return data
+
+    def spans(self, writer: str) -> list[tuple[int, int]]:
+        """See `Reader`."""
+        key = self._all + writer
+        ends = self._server.call(lambda client: [*client.xrange(key, count=1), *client.xrevrange(key, count=1)])
+        return [(_position(ends[0][0]), _position(ends[-1][0]) + 1)] if ends else []
+
+    def _page(self, key: str, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        return self._server.call(lambda client: client.xrange(key, after, count=_PAGE))
+
+
+def _position(name: bytes) -> int:
+    """Return the position that an entry's ID names."""
+    return int(name.partition(b"-")[0])
+
+
 class RedisLog(Log):
     """The log in one stream, asyncmoe:RUN:WRITER. Opening it blocks. Arguments as for `FileLog`.
 
@@ -133,25 +173,7 @@ class RedisLog(Log):
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
         self._call(lambda client: self._newest(client) < begin and client.xadd(self._key, {_OPENED: self._mine}, id=f"{begin}-0"))
-        super().__init__(f"log {server.name} {self._key}", begin + 1, self._usage(), max_bytes)
-
-    def _found(self) -> Iterator[Found]:
-        after = "-"
-        while page := self._page(after):
-            for name, fields in page:
-                after, position = f"({name.decode()}", int(name.partition(b"-")[0])
-                if _OPENED not in fields:
-                    yield position, position + 1, opened(self._key, position, fields.get(_ENTRY))
-
-    def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """See `Log`."""
-        key = self._key if writer is None else self._all + writer
-        found = self._call(lambda client: client.xrange(key, f"{position}-0", f"{position}-0"))
-        data = opened(key, position, found[0][1].get(_ENTRY)) if found else None
-        if data is None:
-            got = "a damaged record" if found else "nothing there"
-            raise DataError(f"log {self._server.name} {key} position {position}", got=got, expected="a record", hint=LOST)
-        return data
+        super().__init__(f"log {server.name} {self._key}", RedisReader(server, run), writer, begin + 1, self._usage(), max_bytes)
 
     def _write(self, batch: Sequence[Record]) -> None:
         if (most := max(sum(map(len, parts)) for _, parts in batch)) > _MOST_BYTES:
@@ -198,13 +220,10 @@ class RedisLog(Log):
         held = client.get(self._lock)
         return held in (None, self._mine) and bool(client.set(self._lock, self._mine, nx=held is None, px=int(_LOCK_S * 1000)))
 
-    def _page(self, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        return self._call(lambda client: client.xrange(self._key, after, f"{self._opened}-0", _PAGE))
-
     def _newest(self, client: Any) -> int:
         """Return the position of the newest entry that ever existed, or 0 without a stream."""
         try:
-            return int(client.xinfo_stream(self._key)["last-generated-id"].partition(b"-")[0])
+            return _position(client.xinfo_stream(self._key)["last-generated-id"])
         except ResponseError:
             return 0
 

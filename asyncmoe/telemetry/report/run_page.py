@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +21,11 @@ from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.records import REJECTED
 from asyncmoe.telemetry.samples.tokens import as_json
 from asyncmoe.telemetry.samples.visible import visible
+from asyncmoe.telemetry.secrets import HIDDEN, is_secret, without_users
 from asyncmoe.telemetry.summary import Row, difference, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
 CONFIG = "config.yaml"
-HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(?:^|[._-])(?:\w*key|token|secret|password|passwd|credentials?|authorization|cookie)$", re.IGNORECASE)
-_USER = re.compile(r"(?<=://)[^/@]*@")
 _MOST_TEXT = 2000
 MOST_GROUPS, MOST_TOKENS = 200, 1500
 """Maximum groups on a page over all its runs, and maximum tokens of a response, taken from both ends."""
@@ -135,8 +132,7 @@ def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:
 def settings(run_dir: Path) -> dict[str, str]:
     """Return the resolved configuration, by path of the key ("rollout.group_size"); {} if the run has no config.yaml that can be read.
 
-    No key of asyncmoe itself holds a secret, but options of a user's parts and addresses may: text under a key such as `api_key`, and the
-    user in an address, are hidden.
+    Secrets are hidden (`asyncmoe.telemetry.secrets`).
     """
     try:
         values = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
@@ -146,7 +142,7 @@ def settings(run_dir: Path) -> dict[str, str]:
 
 
 def _shown(path: str, value: Any) -> str:
-    if isinstance(value, str) and value and _SECRET.search(path):
+    if isinstance(value, str) and value and is_secret(path):
         return HIDDEN
     text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
-    return _USER.sub(f"{HIDDEN}@", text)[:_MOST_TEXT]
+    return without_users(text)[:_MOST_TEXT]

@@ -191,9 +191,9 @@ def _told(source: Source, mine: Recorded, steps: range, target: Path) -> list[st
     loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
     lines.append(f"steps {steps[0]} to {steps[-1]}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
     for one in Tail(target / DIFFERENCES).poll_as(Compared):
-        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.scale or 1.0))
-        share = worst.largest / (worst.scale or 1.0)
-        where = f"{worst.tensor}, elements {worst.first} to {worst.last}"
+        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
+        share = worst.largest / (worst.magnitude or 1.0)
+        where = f"{worst.name}, elements {worst.first} to {worst.last}"
         lines.append(
             f"weights after step {one.step}: {len(one.tensors)} tensors differ, at most by {share:.2g} of the largest weight ({where})"
         )

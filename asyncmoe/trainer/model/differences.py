@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncmoe.flight.stage import TensorDifference
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model.gpt import Model, gather_weights
@@ -22,26 +23,6 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace  
 
 from asyncmoe.platform.megatron import canonical  # noqa: E402
 from asyncmoe.platform.megatron.state_boxes import is_tensor  # noqa: E402
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """How a canonical tensor differs.
-
-    Attributes:
-        name: as in `StateDigests.tensors`.
-        elements: number of elements whose bits differ.
-        first, last: row-major index of the first and of the last of these.
-        largest: largest absolute difference; infinite if it is not a number.
-        magnitude: largest magnitude in the checkpoint's tensor.
-    """
-
-    name: str
-    elements: int
-    first: int
-    last: int
-    largest: float
-    magnitude: float
 
 
 def differences(checkpoint: Path, model: Model) -> list[TensorDifference]:

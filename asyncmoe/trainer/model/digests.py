@@ -54,14 +54,10 @@ class StateDigests:
         self._state_boxes = self._gradient_boxes.copy()
         self._state_boxes[:, FIRST] -= np.array([one.own.start for one in self._held], np.int64)[self._state_boxes[:, ARRAY]]
 
-    def gradient(self, update: int) -> np.ndarray:
+    def gradient(self) -> np.ndarray:
         """Return digests of the gradients, reduced over ranks, in the buffers of Megatron's data parallelism; 0 for routers' selection
-        biases, which have none.
-
-        Args:
-            update: number of the update in the step; it is part of the seeds.
-        """
-        return self._digests({f"gradient {update}": [one.parameter.main_grad for one in self._held]}, self._gradient_boxes)
+        biases, which have none."""
+        return self._digests({"gradient": [one.parameter.main_grad for one in self._held]}, self._gradient_boxes)
 
     def weights(self) -> np.ndarray:
         """Return digests of the saved parameters and buffers, among them the routers' selection biases."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncmoe.telemetry import processes
 from tests.system.runs import Command, json_lines, logs, metrics, refused, start, wait_for
 from tests.system.trained_once import WARM, process, trained
 
@@ -29,7 +30,8 @@ def forked(directory: Path, at: int, out: Path, *overrides: str) -> Path:
 
 
 def lose(directory: Path, role: str) -> None:
-    """Kill a process between two steps, and wait for the next step."""
+    """Kill a process, once it runs again if it was lost before, and wait for the next step."""
+    assert wait_for(lambda: any(one.role == role and processes.runs(one) for one in processes.read(directory)), 60), f"{role} is gone"
     lines, last = len(metrics(directory)), metrics(directory)[-1]["step"]
     process(directory, role).kill()
     assert wait_for(partial(trained, directory, lines, last + 1), 150), logs(directory)

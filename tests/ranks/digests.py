@@ -73,13 +73,14 @@ def tried(path: Path, job: str) -> dict[str, Any]:
 def canonical(whole: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint of one kind by their canonical names; layers that it stacks, one by one."""
     found: dict[str, torch.Tensor] = {}
-    for front in FRONTS[kind]:
-        for name, value in ((key.removeprefix(front), value) for key, value in whole.items() if key.startswith(front)):
-            if "layers." in name and not re.search(r"\blayers\.\d", name):
-                found |= {name.replace("layers.", f"layers.{number}."): one for number, one in enumerate(value)}
-            elif not name.startswith("optimizer."):
-                found[name] = value
-    return found
+    for name, value in (
+        (key.removeprefix(front), value) for front in FRONTS[kind] for key, value in whole.items() if key.startswith(front)
+    ):
+        if "layers." in name and not re.search(r"\blayers\.\d", name):
+            found |= {name.replace("layers.", f"layers.{number}."): one for number, one in enumerate(value)}
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if not name.startswith("optimizer.")}
 
 
 def wrong(digests: StateDigests, values: np.ndarray, whole: Mapping[str, torch.Tensor], *kinds: str) -> list[str]:

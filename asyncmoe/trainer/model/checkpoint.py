@@ -77,7 +77,11 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
 
 def read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
-    """Return the checkpoint's values of `state`, and which parts of the optimizer state the checkpoint has.
+    """Return the checkpoint's values of `state`, and which parts of the optimizer state the checkpoint has. Collective over all ranks.
+
+    Args:
+        state: as from `sharded_state`; values are read into the memory of its tensors.
+        optimizer: the optimizer whose state is in `state`; None: there is none.
 
     Raises:
         DataError: `reader` refuses a file, or the optimizer's state is incomplete.

@@ -2,7 +2,7 @@
 
 A digest is a sum of terms over the elements of a canonical tensor (`asyncmoe.reshard.element_digest`), with a seed for each tensor and kind
 of value. Of replicas one counts. Between layouts of the same dtype all digests of equal values are equal. The digest of the optimizer's
-state covers Adam's averages and, of bfloat16 weights, the float32 masters; float32 weights are their own masters, if they have any.
+state covers Adam's averages and, of bfloat16 weights, the float32 masters; float32 weights are their own masters.
 """
 
 from __future__ import annotations

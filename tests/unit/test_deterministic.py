@@ -14,7 +14,7 @@ import torch
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.flight import circumstances
-from asyncmoe.trainer.model import deterministic
+from asyncmoe.trainer.model import deterministic, environment
 from tests.configs import minimal
 
 CARD = {
@@ -43,7 +43,7 @@ def environ() -> Iterator[None]:
 
 def started(asked: bool | None) -> tuple[bool, bool]:
     """Whether torch is deterministic, and whether cuBLAS is."""
-    deterministic.start(minimal(run={"dir": "run", "steps": 1, "deterministic": asked}))
+    environment.prepare(minimal(run={"dir": "run", "steps": 1, "deterministic": asked}))
     return torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ
 
 

@@ -11,7 +11,9 @@ What would otherwise depend on timing, and what decides it here:
 - cuBLAS, if streams share a workspace (`CUBLAS_WORKSPACE_CONFIG`); attention and norms of Transformer Engine
   (`NVTE_ALLOW_NONDETERMINISTIC_ALGO`); NCCL's sums inside a switch (`NCCL_NVLS_ENABLE`). Rings and trees of NCCL have an order that
   follows from the message's size and the topology.
-- Kernels that torch's compiler chooses by measuring (`TORCHINDUCTOR_DETERMINISTIC`).
+- Kernels that torch's compiler chooses by measuring (`TORCHINDUCTOR_DETERMINISTIC`). Transformer Engine, too, measures block sizes of
+  its permutation of rows (common/triton/permutation.py), but the blocks divide only copies and sums of other elements: the one kernel
+  whose sums they divide merges probabilities, which Megatron multiplies in the experts.
 - DeepEP places rows in the order in which they arrive: `asyncmoe.config.schema` refuses it.
 
 Models have no dropout, and draw nothing at random after the start.

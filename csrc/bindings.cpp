@@ -14,6 +14,7 @@
 #include "cuda_bindings.h"
 #include "delta_bindings.h"
 #include "digest.h"
+#include "element_digest.h"
 #include "plan_bindings.h"
 #include "program.h"
 #include "scales_bindings.h"
@@ -56,6 +57,17 @@ uint64_t digest(uintptr_t address, int64_t nbytes, int threads) {
     if (nbytes < 0) throw std::invalid_argument("nbytes: got " + std::to_string(nbytes) + ", expected at least 0");
     py::gil_scoped_release released;
     return asyncmoe::digest(reinterpret_cast<const std::byte*>(address), nbytes, threads);
+}
+
+py::array_t<uint64_t> element_sums(const Int64Array& boxes, const Int64Array& seeds, int threads) {
+    const int64_t* rows = rows_of(boxes, asyncmoe::kElementColumns, "boxes of elements");
+    const auto by_place = numbers_of(seeds, "seeds");
+    std::vector<uint64_t> sums;
+    {
+        py::gil_scoped_release released;
+        sums = asyncmoe::sums_of_elements(rows, boxes.shape(0), by_place, threads);
+    }
+    return py::array_t<uint64_t>(static_cast<py::ssize_t>(sums.size()), sums.data());
 }
 
 asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
@@ -137,6 +149,9 @@ PYBIND11_MODULE(_C, module) {
     define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
                "64-bit digest of a buffer, as defined in csrc/digest.h.");
+    module.def("element_sums", &element_sums, py::arg("boxes").noconvert(), py::arg("seeds").noconvert(),
+               py::arg("threads") = 0,
+               "The canonical digest of boxes by place (csrc/element_digest.h). Addresses are not checked.");
     asyncmoe::bind_cuda(module);
     asyncmoe::bind_nccl(module);
 }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "digest.h"
 
@@ -44,5 +45,23 @@ inline uint64_t element_bits(const std::byte* data, int64_t item) {
 // The sum of the terms of `count` elements that follow each other both in memory and in the tensor; the first one is
 // element `index`.
 uint64_t sum_of_elements(const std::byte* data, int64_t item, int64_t count, uint64_t seed, int64_t index);
+
+// Columns of a box of elements, all int64. Its rows follow each other in memory, but not in the tensor.
+enum ElementColumn : int {
+    kElements,      // address
+    kElementItem,   // bytes of an element: 1, 2, 4 or 8
+    kElementRows,   // number of rows
+    kElementCount,  // elements of a row
+    kElementIndex,  // index of the first element in the tensor
+    kElementStep,   // index of a row's first element less that of the row before
+    kElementPlace,  // number of the sum, and of the seed, that the elements belong to
+    kElementColumns,
+};
+
+// The sum of the terms of all boxes of each place, on up to `threads` threads (0: as many as the machine has, at most
+// 4). Throws std::invalid_argument for a negative number of elements, an item size that is not a power of two up to 8,
+// or a place that does not exist.
+std::vector<uint64_t> sums_of_elements(const int64_t* boxes, int64_t count, const std::vector<int64_t>& seeds,
+                                       int threads);
 
 }  // namespace asyncmoe

@@ -14,6 +14,7 @@ from typing import TypeVar
 from asyncmoe import storage
 from asyncmoe.checkpoints import copies, directories
 from asyncmoe.checkpoints.copies import KEY, SecondPlace
+from asyncmoe.checkpoints.retention import Retention
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, WaitTimeout
 
@@ -79,8 +80,8 @@ class Copier:
 
     def __init__(self, config: Config, asked_to_end: Callable[[], int] = lambda: 0) -> None:
         self._asked_to_end = asked_to_end
-        self._section, self._run_dir = config.trainer, config.run.dir
-        self._place = None if self._section.checkpoint_copy is None else copies.place_of(self._section.checkpoint_copy, self._run_dir)
+        self._kept, self._run_dir, url = Retention.of(config), config.run.dir, config.trainer.checkpoint_copy
+        self._place = None if url is None else copies.place_of(url, self._run_dir)
         self._ending, self._now = threading.Event(), threading.Event()
         self._done: Path | None = None
         self._failing = False
@@ -126,7 +127,7 @@ class Copier:
         begin = time.monotonic()
         try:
             copies.send(checkpoint, place)
-            copies.prune(place, self._section.keep_checkpoints, self._section.keep_every)
+            copies.prune(place, self._kept)
         except Exception as error:  # noqa: BLE001  every package has errors of its own; all are reported
             if checkpoint.is_dir() and not self._failing:  # else a newer one has replaced it
                 why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"

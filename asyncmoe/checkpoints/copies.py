@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from asyncmoe import installed, storage
 from asyncmoe.checkpoints import directories, intact, manifest
 from asyncmoe.checkpoints.manifest import MANIFEST, Manifest
+from asyncmoe.checkpoints.retention import Retention
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 
 KEY = "trainer.checkpoint_copy"
@@ -104,10 +105,11 @@ def send(checkpoint: Path, place: SecondPlace) -> None:
         file.write(manifest.text_of(listed))
 
 
-def prune(place: SecondPlace, keep: int, keep_every: int) -> None:
-    """Delete copies that a run with these settings would not keep. Raises the file system's errors."""
+def prune(place: SecondPlace, asked: Retention) -> None:
+    """Delete copies that are no longer kept. The log is not copied, so no copy is kept for the recorded window. Raises the file system's
+    errors."""
     steps = complete(place)
-    for step in set(steps) - directories.kept(steps, keep, keep_every):
+    for step in set(steps) - replace(asked, recorded=None).kept(steps):
         _remove(place, f"{place.folder(step)}/{MANIFEST}")
         place.files.rm(place.folder(step), recursive=True)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from asyncmoe import storage
 from asyncmoe.checkpoints import manifest
 from asyncmoe.checkpoints.facts_file import FACTS
 from asyncmoe.checkpoints.manifest import Manifest
+from asyncmoe.checkpoints.retention import Retention
 
-FOLDER = "checkpoints"
+FOLDER, WINDOW = "checkpoints", "window.json"
 _PREFIX = "step-"
 _COMPLETE = re.compile(rf"{_PREFIX}(\d{{8,}})")
 WRITING, DELETING, DAMAGED = ".writing", ".deleting", ".damaged"
@@ -70,8 +72,8 @@ def give_up(run_dir: Path) -> None:
             shutil.rmtree(half, ignore_errors=True)
 
 
-def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_every: int = 0, sealed: Manifest | None = None) -> Path:
-    """Make the checkpoint of `step` visible, and delete those that are no longer kept (see `kept`).
+def finish(run_dir: Path, step: int, facts: Mapping[str, Any], asked: Retention, sealed: Manifest | None = None) -> Path:
+    """Make the checkpoint of `step` visible, and delete those that are no longer kept (`Retention.kept`).
 
     Args:
         sealed: files that are already synced, such as those of other ranks; all other files are read and synced here.
@@ -82,7 +84,7 @@ def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_e
     written = temporary(run_dir, step)
     (written / FACTS).write_text(json.dumps(dict(facts), indent=1))
     publish(written, directory(run_dir, step), sealed)
-    prune(run_dir, keep, keep_every)
+    prune(run_dir, asked)
     return directory(run_dir, step)
 
 
@@ -105,28 +107,46 @@ def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def kept(steps: Sequence[int], keep: int, keep_every: int) -> set[int]:
-    """Return the steps whose checkpoints stay: the newest `keep`, and the first at or after each multiple of `keep_every`, unless it is 0.
+def steps_of(run_dir: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    return [step for path in complete(run_dir) if (step := step_of(path.name)) is not None]
 
-    A checkpoint kept for a multiple stays kept, because later saves have higher steps.
+
+def window_begins(run_dir: Path) -> int:
+    """Return the step from which a run's log has all batches; 0 if none was deleted."""
+    path = run_dir / FOLDER / WINDOW
+    return int(path.read_text()) if path.exists() else 0
+
+
+def begin_window(run_dir: Path, step: int) -> None:
+    """Record that batches of steps before `step` may be deleted. The run has a checkpoint. Raises OSError."""
+    if window_begins(run_dir) < step:
+        storage.replace(run_dir / FOLDER / WINDOW, f"{step}\n".encode(), durable=True)
+
+
+def next_bytes(run_dir: Path, disk: Path) -> int:
+    """Return the bytes that the next checkpoint will take on the disk of `disk`: as many as the newest; 0 if it is being written already.
+
+    Raises:
+        OSError, DataError: a file cannot be read.
     """
-    stay = set(sorted(steps)[-keep:])
-    if keep_every:
-        first: dict[int, int] = {}
-        for step in sorted(steps):
-            first.setdefault(step // keep_every, step)
-        stay |= {step for multiple, step in first.items() if multiple}
-    return stay
+    folder, path = run_dir / FOLDER, newest(run_dir)
+    if path is None or any(folder.glob(f"*{WRITING}")) or folder.stat().st_dev != disk.stat().st_dev:
+        return 0
+    return sum(sealed.nbytes for sealed in manifest.read(path).values())
 
 
-def prune(run_dir: Path, keep: int, keep_every: int) -> None:
-    """Delete complete checkpoints that `kept` does not return; each is renamed first, so a half-deleted one does not count."""
-    found = {step: path for path in complete(run_dir) if (step := step_of(path.name)) is not None}
-    for step in found.keys() - kept(list(found), keep, keep_every):
-        deleting = found[step].with_suffix(DELETING)
+def prune(run_dir: Path, asked: Retention) -> None:
+    """Delete complete checkpoints that are no longer kept; each is renamed first, so a half-deleted one does not count. Trainer and
+    controller may call this at the same time."""
+    steps = steps_of(run_dir)
+    for step in set(steps) - asked.kept(steps, window_begins(run_dir)):
+        path = directory(run_dir, step)
+        deleting = path.with_suffix(DELETING)
         shutil.rmtree(deleting, ignore_errors=True)
-        found[step].rename(deleting)
-        shutil.rmtree(deleting)
+        with suppress(FileNotFoundError):
+            path.rename(deleting)
+            shutil.rmtree(deleting)
 
 
 def set_aside(checkpoint: Path) -> Path:

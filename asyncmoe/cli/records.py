@@ -67,8 +67,8 @@ def checkpoints(
 
         asyncmoe export runs/demo OUT --step 40
 
-    trainer.checkpoint_every, keep_checkpoints and keep_every set which checkpoints a run saves and keeps. docs/guides/checkpoints.md
-    explains more.
+    trainer.checkpoint_every, keep_checkpoints and keep_every, and log.keep set which checkpoints a run saves and keeps.
+    docs/guides/checkpoints.md explains more.
     """
     from asyncmoe.checkpoints import overview
 

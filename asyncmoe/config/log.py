@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -28,6 +29,11 @@ class LogSection(Section):
     max_bytes: Positive = 256 << 30
     """Maximum bytes of finished groups in each process's log; recorded turns may take another quarter of that. Groups are deleted once no
     checkpoint needs them. A full log ends the run without loss: raise this, or save checkpoints more often (trainer.checkpoint_every)."""
+    keep: Positive | Literal["all"] | None = None
+    """Newest trained steps whose batches stay in the log, so that they can be trained again by `asyncmoe replay` and `asyncmoe fork`: at
+    least this number, or all. The checkpoint with which they begin is kept too; a number with trainer.checkpoint_every 0 saves one every so
+    many steps. If the log nears max_bytes, or its disk is nearly full, fewer are kept. null: those since the oldest of
+    trainer.keep_checkpoints, which a restart may need anyway."""
     piece_tokens: NonNegative = 1024
     """Tokens after which an unfinished response is recorded. Responses are sampled in consecutive requests of this many tokens, so a
     stopped run loses at most this many tokens of each response. 0: only finished responses are recorded. Has no effect with

@@ -107,6 +107,9 @@ class Config(Section):
             raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
             raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change either key")
+        if self.run.deterministic and self.trainer.megatron.moe_token_dispatcher_type == "flex":
+            expected = "alltoall because run.deterministic is true, and DeepEP keeps rows in the order in which they arrive"
+            raise refused("trainer.megatron.moe_token_dispatcher_type", "flex", expected, "leave either key out")
         return self
 
     @model_validator(mode="after")
@@ -228,6 +231,11 @@ class Config(Section):
         if self.adapter is not None:
             kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "alpha", "targets", "experts"})
         return kind
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints; 0: none are saved at intervals. A recorded window of N steps needs one every N steps."""
+        return self.trainer.checkpoint_every or (self.log.keep if isinstance(self.log.keep, int) else 0)
 
     @property
     def max_concurrent(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
@@ -23,8 +22,6 @@ from asyncmoe.storage import size
 
 _VALIDATE_S = 900.0
 """Timeout in seconds: longer than any wait of `asyncmoe config validate` except that for an unresponsive file system."""
-_OPTIMIZER_BYTES = 12
-"""Optimizer bytes per parameter: Adam's two moments and the master weight, in float32."""
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "9p", "virtiofs", "panfs", "afs", "glusterfs")
 
 
@@ -77,7 +74,11 @@ def run_dir(config: Config, run: PlannedRun | None, mounts: Path = Path("/proc/s
     folder = config.run.dir.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free, kind = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize, kind_of(there.resolve(), mounts.read_text())
-    each = _checkpoint_bytes(run) if run is not None else 0
+    each = 0
+    if run is not None:
+        from asyncmoe.plan import disk  # needs asyncmoe's extension, without which the doctor must still run
+
+        each = disk.checkpoint_bytes(config, run.hf)
     told = f"{config.run.dir}: {kind}, {size(free)} free" + (f"; a checkpoint takes about {size(each)}" if each else "")
     kept = sum(not path.suffix for path in (folder / "checkpoints").iterdir()) if checkpoints.newest(folder) else 0
     more = max(1, config.trainer.keep_checkpoints + 1 - kept)
@@ -98,12 +99,3 @@ def kind_of(path: Path, mounts: str) -> str:
         if path.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), name
     return kind
-
-
-def _checkpoint_bytes(run: PlannedRun) -> int:
-    """Return an upper bound for the bytes of a checkpoint."""
-    from asyncmoe import models
-    from asyncmoe.models.payload import Payload
-
-    payload = Payload(run.hf, models.adapter_of(run.config, run.hf))
-    return sum(map(math.prod, payload.tensors().values())) * ((4 if run.trainer_float32 else 2) + _OPTIMIZER_BYTES)

@@ -51,7 +51,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
         advantages: float32[n], little-endian: the advantage of each trajectory's outcome, in the order of the batch.
         lr: learning rate.
         loss, grad_norm: of each update.
-        gradient: digests of the gradients of the updates that were made, after reduction over ranks and before clipping.
+        gradient: digests of each update's gradients, after reduction over ranks and before clipping; empty if it was refused.
         weights, optimizer: digests of the state after the step; `optimizer` covers float32 masters and Adam's averages.
     """
 
@@ -63,7 +63,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
     lr: float
     loss: tuple[float | None, ...]
     grad_norm: tuple[float | None, ...]
-    gradient: bytes
+    gradient: tuple[bytes, ...]
     weights: bytes
     optimizer: bytes
 
@@ -97,7 +97,9 @@ def read(run_dir: Path) -> Recorded:
     start: Started | None = None
     for where, line in Tail(path).lines():
         if b'"started_at"' in line:
-            start = decoded(where, line, Started)
+            before, start = start, decoded(where, line, Started)
+            if not (start.deterministic and before is not None and before.circumstances == start.circumstances):
+                steps = {step: one for step, one in steps.items() if step <= start.started_at}  # the weights of later ones are lost
         elif start is not None:
             step = decoded(where, line, TrainedStep)
             steps[step.step], starts[step.step] = step, start

@@ -25,22 +25,22 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class TensorDifference(msgspec.Struct, frozen=True):
-    """A tensor that differs between a checkpoint and the weights trained from the records.
+    """How a tensor of the weights differs from a checkpoint's.
 
     Attributes:
-        tensor: its name, as in `Started.tensors`.
-        elements: number of elements that differ.
-        first, last: row-major indices of the first and the last of them in the whole tensor.
-        largest: largest absolute difference.
-        scale: largest magnitude in the checkpoint.
+        name: as in `Started.tensors`.
+        elements: number of elements whose bits differ.
+        first, last: row-major index of the first and of the last of these.
+        largest: largest absolute difference; infinite if it is not a number.
+        magnitude: largest magnitude in the checkpoint's tensor.
     """
 
-    tensor: str
+    name: str
     elements: int
     first: int
     last: int
     largest: float
-    scale: float
+    magnitude: float
 
 
 class Compared(msgspec.Struct, frozen=True):

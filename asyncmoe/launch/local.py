@@ -111,7 +111,7 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     if found and hf:
         faults.of(_check_going_on, config, hf, found.newest)
     nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
-    if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
+    if not config.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
         lost = "got 0 on several nodes; with 20, a lost node costs at most 20 steps"
         print(f"{WARNING}trainer.checkpoint_every: {lost}", file=sys.stderr, flush=True)
     if here and not config.engines.join:

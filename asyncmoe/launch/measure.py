@@ -27,8 +27,9 @@ from asyncmoe.telemetry.speeds import SETTLING, described, speeds
 
 _ALONE = (
     *("run.steps=100000", "run.new_data_at=null", "run.controller_restarts=0", "warmup.steps=0", "evaluation.every=0", "launch=local"),
-    *("cluster={}", "watch={}", "log.folder=null", "log.redis=null", "engines.join=false", "sync.directory=null", "trainer.max_restarts=0"),
-    *("trainer.checkpoint_every=0", "trainer.checkpoint_copy=null", "telemetry={tensorboard: 'off', samples: {groups: 0}}"),
+    *("cluster={}", "watch={}", "log.folder=null", "log.redis=null", "log.keep=null", "engines.join=false"),
+    *("trainer.checkpoint_every=0", "trainer.checkpoint_copy=null", "trainer.max_restarts=0", "sync.directory=null"),
+    "telemetry={tensorboard: 'off', samples: {groups: 0}}",
 )
 """Keys of the measuring run: all its processes are on this machine, it keeps nothing, and it ends before its last step."""
 

@@ -55,7 +55,7 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool
     target = scratch.path / "replay"
     _train(source, done, last, target, overrides, source.checkpoint(done), forks=False, keeps=False)
     asked, mine = range(first, last + 1), records.read(target)
-    print(*_told(source.recorded, mine, asked, target), sep="\n")
+    print(*_told(source, mine, asked, target), sep="\n")
     scratch.remove()
     return compare.first_difference(source.recorded, mine, asked) is None
 
@@ -95,13 +95,13 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
 
 def against(run_dir: Path, other: Path) -> bool:
     """Compare the records of two runs, and print the first difference. Return whether there is none."""
-    one, two = records.read(run_dir), records.read(other)
-    both = sorted(one.steps.keys() & two.steps.keys())
+    one, two = Source.of(run_dir), records.read(other)
+    both = sorted(one.recorded.steps.keys() & two.steps.keys())
     if not both:
-        got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
+        got = f"steps {ranges(one.recorded.steps)} and {ranges(two.steps)}"
         raise UserError("--against", got=got, expected="two runs that have records of the same steps")
     print(*_told(one, two, range(both[0], both[-1] + 1), other), sep="\n")
-    return compare.first_difference(one, two, range(both[0], both[-1] + 1)) is None
+    return compare.first_difference(one.recorded, two, range(both[0], both[-1] + 1)) is None
 
 
 def _train(
@@ -180,18 +180,20 @@ def _show(steps: Tail, last: int) -> None:
             print(f"step {one.step} of {last}: loss {one.loss:.6g}, grad_norm {one.grad_norm:.6g}, {one.step_seconds:.1f} s", flush=True)
 
 
-def _told(recorded: Recorded, mine: Recorded, steps: range, target: Path) -> list[str]:
+def _told(source: Source, mine: Recorded, steps: range, target: Path) -> list[str]:
     """Return the result of a comparison for people."""
+    recorded = source.recorded
     found = compare.first_difference(recorded, mine, steps)
     if found is None:
-        return [f"steps {steps[0]} to {steps[-1]}: bit-equal (gradients, weights, optimizer)"]
-    lines = [compare.text(found), *compare.reasons(recorded.starts[found.step], mine.starts[found.step])]
-    loss, norm = compare.largest(recorded, mine, steps)
+        return [f"steps {steps[0]} to {steps[-1]}: bit-equal (losses, gradients, weights, optimizer)"]
+    groups = [item.group for item in source.batches.leased(found.step - 1).items] if found.step in source.steps else []
+    lines = [compare.text(found, groups), *compare.reasons(recorded.starts[found.step], mine.starts[found.step])]
+    loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
     lines.append(f"steps {steps[0]} to {steps[-1]}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
     for one in Tail(target / DIFFERENCES).poll_as(Compared):
-        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.scale or 1.0))
-        share = worst.largest / (worst.scale or 1.0)
-        where = f"{worst.tensor}, elements {worst.first} to {worst.last}"
+        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
+        share = worst.largest / (worst.magnitude or 1.0)
+        where = f"{worst.name}, elements {worst.first} to {worst.last}"
         lines.append(
             f"weights after step {one.step}: {len(one.tensors)} tensors differ, at most by {share:.2g} of the largest weight ({where})"
         )

@@ -19,7 +19,7 @@ from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say, signalled
-from asyncmoe.rpc.environment import AGENT, OWNTHREADS
+from asyncmoe.rpc.environment import AGENT, OWN_THREADS
 from asyncmoe.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
         ours: the starting process's variables, which take precedence.
     """
     found = {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
-    return found if THREADS in ours else {**found, OWNTHREADS: "1"}
+    return found if THREADS in ours else {**found, OWN_THREADS: "1"}
 
 
 def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:

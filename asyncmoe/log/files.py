@@ -18,6 +18,7 @@ from pathlib import Path
 from asyncmoe import storage
 from asyncmoe.errors import DataError, StorageError, UserError, gibibytes
 from asyncmoe.log.log import HEAD_BYTES, LOST, Found, Log, Record, checksum
+from asyncmoe.log.room import Room
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,18 @@ def _read(path: Path, most: int | None) -> tuple[bytes, bytes]:
         return b"", b""
     except OSError as error:
         raise DataError(f"log {path}", got=error.strerror, expected="a readable file") from error
+
+
+def room(folder: Path, writers: Sequence[str]) -> Room:
+    """Return the room of the logs in a folder. Blocks. Raises OSError."""
+    disk = os.statvfs(folder)
+    return Room(max(_size(folder / writer) for writer in writers), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of a log's records: the distance of its positions."""
+    firsts = segments_in(folder)
+    return firsts[-1] - firsts[0] + path_of(folder, firsts[-1]).stat().st_size if firsts else 0
 
 
 def examine(folder: Path) -> str:

@@ -21,6 +21,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, gibibytes
 from asyncmoe.log.log import LOST, Found, Log, Record, checksum
+from asyncmoe.log.room import Room
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,13 @@ class RedisServer:
                     raise self.explained(error) from error
                 log.warning("log: %s does not answer (%s); trying again", self.name, error)
                 time.sleep(_PAUSE_S)
+
+    def room(self, run: str, writers: Sequence[str]) -> Room:
+        """Return the room of a run's logs. Blocks. Raises UserError, StorageError."""
+        sizes = self.call(lambda client: [int(client.memory_usage(f"asyncmoe:{run}:{writer}") or 0) for writer in writers])
+        memory = self.call(lambda client: client.info("memory"))
+        total = int(memory.get("maxmemory", 0))
+        return Room(max(sizes), total - int(memory["used_memory"]), total)
 
     def explained(self, error: Exception) -> AsyncmoeError:
         """Convert an error to one for the user."""

@@ -116,7 +116,7 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
     Raises: as `of_run`.
     """
     section = config.engines
-    tokens = _tokens(config) or max(min(conversations, section.max_running), section.dp_attention) * _conversation(config, hf)
+    tokens = _tokens(config) or max(min(conversations, section.max_running), section.dp_attention) * conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
     serves = replace(serving(config, hf, staged=staged), tokens=tokens)
     engine = memory.engine(hf, engine_parallel(config), serves)
@@ -247,7 +247,7 @@ def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> E
     """
     section = config.engines
     return EngineMemory(
-        tokens=_tokens(config) or section.max_running * _conversation(config, hf),
+        tokens=_tokens(config) or section.max_running * conversation(config, hf),
         staged=staged,
         prefill=sglang_arguments.number(section.args, _PREFILL) or 8192,
         running=section.max_running,
@@ -269,7 +269,7 @@ def _communicators(config: Config, cpu: bool) -> int:
     return sync.nccl_max_ctas * CTA_BYTES
 
 
-def _conversation(config: Config, hf: Hf) -> int:
+def conversation(config: Config, hf: Hf) -> int:
     """Return the tokens of the longest conversation (`asyncmoe.rollout.episodes.environments.bounds`)."""
     limits = (config.environment.max_tokens, hf.get("max_position_embeddings"))
     return min((limit for limit in limits if limit is not None), default=config.trainer.tokens_per_microbatch)

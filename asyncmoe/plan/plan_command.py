@@ -18,7 +18,7 @@ from asyncmoe.models.checks import UNTRAINED, untrained_layers
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import budget, render_plan, speeds, traffic
+from asyncmoe.plan import budget, disk, render_plan, speeds, traffic
 from asyncmoe.plan.split import Cluster, suggest
 
 GPU_GB = 80.0
@@ -49,8 +49,11 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
     render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
     render_plan.show_budget(found, console)
+    kept = disk.of_run(config, hf)
+    render_plan.show_disk(kept, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
-    return {"update": asdict(forecast), "memory": columns, "host_memory": {**found.host, **found.engine.host}, "fits": not found.refusals}
+    host = {**found.host, **found.engine.host}
+    return {"update": asdict(forecast), "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
 
 
 def of_cluster(

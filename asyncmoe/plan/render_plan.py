@@ -14,6 +14,7 @@ from rich.console import Console
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.plan import speeds
 from asyncmoe.plan.budget import OFFLOAD, Budget
+from asyncmoe.plan.disk import Disk
 from asyncmoe.plan.memory import MARGIN, ROUTES, USABLE, EngineMemory, GpuMemory, Hf, usable
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
@@ -63,6 +64,18 @@ def show_budget(found: Budget, console: Console) -> None:
         lines.append(f"# host memory: {nbytes / 1e9:.3g} GB an engine rank, for what {key} records of the tokens in its KV cache")
     lines += [found.line, *map(str, found.refusals)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_disk(found: Disk, console: Console) -> None:
+    """Print what a run keeps on disk."""
+    rows = [
+        ("a recorded token", [size(found.token)]),
+        ("a recorded step, of the longest conversations", [size(found.step)]),
+        (f"steps recorded at the end: {found.steps}", [size(found.steps * found.step)]),
+        ("a checkpoint", [size(found.checkpoint)]),
+        (f"checkpoints kept: {found.checkpoints}", [size(found.checkpoints * found.checkpoint)]),
+    ]
+    console.print(grid("disk (log.keep, trainer.keep_checkpoints)", ["at most"], rows))
 
 
 def _show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:

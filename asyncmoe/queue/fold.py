@@ -72,6 +72,14 @@ class RecordedLease:
     ended: str | None = None
 
 
+@dataclass(frozen=True)
+class RecordedStep:
+    """Where the batch of a step lies: position of its lease, and for each writer the place of its oldest payload."""
+
+    position: int
+    oldest: tuple[Place, ...]
+
+
 @dataclass
 class LogState:
     """The state that a log describes. `apply` is the fold's step.
@@ -82,6 +90,7 @@ class LogState:
         first, next, history, since: as in `RunStands`; `first` is None until a trainer has joined.
         accounts: the queue's accounts at the newest change, if any.
         damaged: whether some records are lost.
+        recorded: the steps of the recorded window (`asyncmoe.checkpoints.retention`), on which no resume depends.
     """
 
     groups: dict[int, RecordedGroup] = field(default_factory=dict)
@@ -92,6 +101,7 @@ class LogState:
     since: int = 0
     accounts: Accounts | None = None
     damaged: bool = False
+    recorded: dict[int, RecordedStep] = field(default_factory=dict)
 
     def apply(self, position: int, change: records.Change) -> None:
         """Apply a record."""
@@ -108,6 +118,9 @@ class LogState:
             case records.RunStands(first, after, history, since, again):
                 self.first, self.next, self.history, self.since = first, max(self.next, after), history, since
                 self.forget(first)
+                # Records of older groups and leases stay for the recorded window; if the record of such a group's end is damaged, it must
+                # not seem to be queued.
+                self.groups = {number: one for number, one in self.groups.items() if one.since >= since}
                 for step in [] if again is None else [step for step in self.leases if step >= again]:
                     self.leases[step] = replace(self.leases[step], ended=None)
             case _:
@@ -117,6 +130,7 @@ class LogState:
         match change:
             case records.StepLeased(step, history=history, groups=groups):
                 self.leases[step] = RecordedLease(position, tuple(one.number for one in groups), change)
+                self.recorded[step] = RecordedStep(position, _oldest(one.place for one in groups))
                 self.history = max(self.history, history)
                 for one in groups:
                     self.groups[one.number] = RecordedGroup(one.number, 0, 0, position, one.order, one.episodes, one.place, step)
@@ -124,10 +138,11 @@ class LogState:
                 self.leases[step] = replace(self.leases.get(step) or RecordedLease(position, numbers, None), ended=skipped)
             case records.StepReleased(step):
                 self.leases.pop(step, None)
+                self.recorded.pop(step, None)
                 self.groups |= {number: replace(one, step=None) for number, one in self.groups.items() if one.step == step}
 
     def forget(self, first: int) -> None:
-        """Forget the leases of steps before `first`, and their groups."""
+        """Forget the leases of steps before `first`, and their groups; the recorded window keeps its own list."""
         self.leases = {step: lease for step, lease in self.leases.items() if step >= first}
         self.groups = {number: one for number, one in self.groups.items() if one.step is None or one.step >= first}
 
@@ -137,14 +152,26 @@ class LogState:
         return {number: group.attempt for number, group in self.groups.items() if group.place is None}
 
     def needed(self, end: int) -> int:
-        """Return the position of the oldest record still needed, or `end` if none is."""
+        """Return the position of the oldest record that a resume needs, or `end` if none is."""
         return min((*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values())), default=end)
 
     @property
     def payloads(self) -> dict[int, int]:
         """Position of the oldest payload still needed, by writer."""
         places = [one.place for one in self.groups.values() if one.place is not None]
-        return {place.writer: place.position for place in sorted(places, key=lambda place: place.position, reverse=True)}
+        oldest = _oldest((*places, *(place for one in self.recorded.values() for place in one.oldest)))
+        return {place.writer: place.position for place in oldest}
+
+    def recorded_since(self, step: int) -> int:
+        """Return the first step from which every step before `step` is recorded."""
+        while step - 1 in self.recorded:
+            step -= 1
+        return step
+
+
+def _oldest(places: Iterable[Place]) -> tuple[Place, ...]:
+    """Return the place of the lowest position for each writer."""
+    return tuple({place.writer: place for place in sorted(places, key=lambda place: place.position, reverse=True)}.values())
 
 
 def fold(entries: Iterable[tuple[int, records.LogEntry]]) -> LogState:

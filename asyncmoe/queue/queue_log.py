@@ -165,13 +165,15 @@ class QueueLog:
 
     # ------------------------------------------------------------ checkpoints
 
-    async def forget(self, floor: int) -> int:
-        """Free what no run resumed at step `floor` or later needs; return the number of bytes freed.
+    async def forget(self, floor: int, recorded: int) -> int:
+        """Free what no run resumed at step `floor` or later needs, except the batches of steps from `recorded` on; return the bytes freed.
 
         Workers free the payloads (`LogState.payloads`). Raises StorageError.
         """
+        self.state.recorded = {step: one for step, one in self.state.recorded.items() if step >= recorded}
         await self._changes.durable(self._stand(max(floor, self.state.first or 0)))
-        return await asyncio.wrap_future(self._changes.forget(self.state.since))
+        below = min((self.state.since, *(one.position for one in self.state.recorded.values())))
+        return await asyncio.wrap_future(self._changes.forget(below))
 
     def close(self) -> None:
         """Flush all appended records, make them durable, and close the log. Blocks."""

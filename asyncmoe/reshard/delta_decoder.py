@@ -35,10 +35,10 @@ class _Source:
 class DeltaDecoder:
     """This rank's side, as a destination, of an exchange of deltas.
 
-    Call `forget` before a full exchange, and `adopt` after it; `adopt` reads the canonical digest (`asyncmoe.reshard.delta_lanes`) of all
-    elements from the destination. Then, for each version: `expect` allocates memory for the messages, and `Exchanger.run` fills it; `prove`
-    checks, while the old weights are still in use, that the messages would turn them into the senders' elements; `commit` writes the
-    changed elements straight into the storages.
+    Call `forget` before a full exchange, and `adopt` after it; `adopt` reads the canonical digest of all elements
+    (`asyncmoe.reshard.element_digest`) from the destination. Then, for each version: `expect` allocates memory for the messages, and
+    `Exchanger.run` fills it; `prove` checks, while the old weights are still in use, that the messages would turn them into the senders'
+    elements; `commit` writes the changed elements straight into the storages.
 
     Args:
         plan: the plan, or this rank's part of it.

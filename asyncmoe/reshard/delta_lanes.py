@@ -1,15 +1,9 @@
-"""Maps the elements of an exchange's messages to elements of canonical tensors, and defines the canonical digest of shards.
-
-The canonical digest is a sum over a shard's elements that depends neither on how tensors are cut and placed nor on the order of the terms
-(csrc/element_digest.h). The term of an element is mix(seed + (index + 1) * 0x9e3779b97f4a7c15 + bits) modulo 2^64: `seed` belongs to the
-canonical tensor, `index` is the element's row-major number in the whole tensor, `bits` are the stored bits, zero-extended, and mix is
-splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Changing an element removes one term and
-adds another. Padding has no terms. The digest detects damage; it is not a cryptographic hash.
+"""Maps the elements of an exchange's messages to elements of canonical tensors, so that shards can be digested by element
+(`asyncmoe.reshard.element_digest`). Padding has no terms.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +12,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, row_major_strides
+from asyncmoe.reshard.element_digest import seed_of
 from asyncmoe.reshard.plan import (
     CAST,
     DESTINATION,
@@ -92,11 +87,6 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) 
             got = f"elements that rank {transfer.source} copies from itself"
             raise LayoutError("plan of an exchange of deltas", got=got, expected="messages between ranks only")
     return lanes
-
-
-def seed_of(name: str) -> int:
-    """Return the 64-bit seed of a tensor: BLAKE2b of its name in UTF-8, little-endian; the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, person=b"asyncmoe tensor").digest(), "little")
 
 
 def _elements(tensors: Tensors, copies: np.ndarray) -> np.ndarray:

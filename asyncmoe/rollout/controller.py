@@ -193,12 +193,16 @@ class Controller:
 
     async def _note(self, request: TrainerMessage) -> None:
         if isinstance(request, Saved) and await self._run_log.saved():
-            needed = self._run_log.queue_log.state.payloads
-            for place in (await self._session.joined()).shown:
-                needed[place.writer] = min(place.position, needed.get(place.writer, place.position))
-            self._fleet.retain(needed)
+            await self._retain()
         if isinstance(request, Commit) and request.step + 1 == self._config.warmup.steps + self._config.run.steps:
             self._trained.set()
+
+    async def _retain(self) -> None:
+        """Free the payloads that no record references."""
+        needed = self._run_log.queue_log.state.payloads
+        for place in (await self._session.joined()).shown:
+            needed[place.writer] = min(place.position, needed.get(place.writer, place.position))
+        self._fleet.retain(needed)
 
     def _check_turn(self, request: WeightsRequest) -> None:
         turns.check(request, self._pool.version, None if (queue := self._session.queue) is None else queue.trained_steps)
@@ -224,6 +228,7 @@ class Controller:
             self._demonstrate(),
             self._produce(),
             self._record(),
+            self._make_room(),
         )
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
@@ -302,6 +307,13 @@ class Controller:
             await asyncio.sleep(_RECORD_S)
             heartbeats.beat("serves requests")
             self._write_record()
+
+    async def _make_room(self) -> None:
+        """Record fewer steps when the log lacks room."""
+        while self._config.log.keep is not None:
+            await asyncio.sleep(_RECORD_S)
+            if self._session.queue is not None and await self._run_log.shrink():
+                await self._retain()
 
     def _write_record(self) -> None:
         if (queue := self._session.queue) is not None:

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import msgspec
 
-from asyncmoe import checkpoints, installed
-from asyncmoe.checkpoints.directories import complete, step_of
+from asyncmoe import checkpoints, installed, storage
+from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.config import Config
 from asyncmoe.config.log import LogSection
-from asyncmoe.log import belonging, turns
+from asyncmoe.errors import DataError
+from asyncmoe.log import belonging, files, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
+from asyncmoe.log.room import Room
 from asyncmoe.log.turns import Turns
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import LogState, Recovered, recover
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
+from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
@@ -61,10 +63,13 @@ class RunLog:
 
     Attributes:
         queue_log: for the queue.
+        room: returns the room of the logs; blocks.
     """
 
     def __init__(self, config: Config, queue_log: QueueLog, run: str) -> None:
         self._config, self.queue_log, self._run = config, queue_log, run
+        self._kept, self._told = Retention.of(config), False
+        self.room = measure(config.log, config.run.dir, run, [str(number + OWN) for number in range(config.rollout.workers)])
 
     @classmethod
     def open(cls, config: Config, recording: Recording) -> RunLog:
@@ -128,15 +133,52 @@ class RunLog:
         return found.history
 
     async def saved(self) -> bool:
-        """Delete what none of the kept checkpoints needs; return whether there is a checkpoint.
+        """Delete what neither a resume nor the recorded window needs; return whether there is a checkpoint.
 
         Raises:
-            StorageError: a file could not be deleted.
+            StorageError: a file could not be written or deleted.
         """
-        if (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
+        if not (steps := directories.steps_of(self._config.run.dir)):
             return False
-        log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(floor))
+        await self._begin(steps, self._kept.begins(steps, self._since(steps)) or 0)
         return True
+
+    async def shrink(self) -> bool:
+        """Begin the recorded window at its next checkpoint if the log lacks room; return whether that was done. What a resume needs stays.
+
+        Raises:
+            StorageError: a file could not be written or deleted.
+        """
+        run_dir, section = self._config.run.dir, self._config.log
+        try:
+            reserve = 0 if section.redis else await asyncio.to_thread(directories.next_bytes, run_dir, section.place(run_dir))
+            why = (await asyncio.to_thread(self.room)).lacking(section.max_bytes, reserve)
+        except (OSError, DataError) as error:  # whoever needs the file reports it
+            log.debug("log: %s", error)
+            return False
+        told, self._told = self._told, bool(why)
+        if not why or not (steps := directories.steps_of(run_dir)):
+            return False
+        begin = self._kept.begins(steps, since := self._since(steps)) or 0
+        later = [step for step in self._kept.starts(steps, since) if begin < step <= self._kept.oldest(steps)]
+        if not later:
+            return False
+        await self._begin(steps, later[0])
+        await asyncio.to_thread(directories.prune, run_dir, self._kept)
+        if not told:
+            left = len(self.queue_log.state.recorded)
+            log.warning("log.keep: steps %d to %d are deleted: %s; %d steps are kept", begin + 1, later[0], why, left)
+        return True
+
+    def _since(self, steps: Sequence[int]) -> int:
+        return max(directories.window_begins(self._config.run.dir), self.queue_log.state.recorded_since(steps[-1]))
+
+    async def _begin(self, steps: Sequence[int], begin: int) -> None:
+        """Begin the recorded window at a step, and delete the controller's older records."""
+        run_dir = self._config.run.dir
+        with storage.writing("the beginning of the recorded steps", run_dir / directories.FOLDER / directories.WINDOW):
+            await asyncio.to_thread(directories.begin_window, run_dir, begin)
+        log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(self._kept.oldest(steps), begin))
 
     async def close(self) -> None:
         """Write pending records, and close the log."""
@@ -152,6 +194,17 @@ def opener(section: LogSection, run_dir: Path, run: str) -> Open:
 
     url = section.redis
     return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
+
+
+def measure(section: LogSection, run_dir: Path, run: str, writers: Sequence[str]) -> Callable[[], Room]:
+    """Return the function that measures the room of a run's logs. `writers`: those that write payloads. The function raises as
+    `files.room` and `RedisServer.room`."""
+    if section.redis is None:
+        return lambda: files.room(section.place(run_dir), writers)
+    from asyncmoe.log import redis
+
+    server = redis.RedisServer(section.redis)
+    return lambda: server.room(run, writers)
 
 
 def belonging_of(config: Config, recording: Recording) -> Belonging:
@@ -178,8 +231,3 @@ def identity(config: Config, recording: Recording) -> dict[str, str]:
         "objective.score_centering": recording.top,
     }
     return {key: str(value) for key, value in kept.items()}
-
-
-def oldest(run_dir: Path, keep: int) -> int | None:
-    """Return the step of the oldest of the `keep` newest checkpoints, the earliest the run may resume from; None without one."""
-    return next((step_of(path.name) for path in complete(run_dir)[-keep:]), None)

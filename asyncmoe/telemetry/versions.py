@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,14 @@ def versions(engine_python: Path | str | None) -> dict[str, str]:
     found = {"python": platform.python_version()}
     folders = [] if engine_python is None else Path(engine_python).parent.parent.glob("lib/python*/site-packages")
     places = [str(folder) for folder in folders]
-    for name in _PACKAGES:
-        here = list(metadata.distributions(name=name)) or list(metadata.distributions(name=name, path=places))
-        if here:
-            found[name] = here[0].version
+    found |= packages(_PACKAGES, places) | packages(_PACKAGES)
     commit = _commit()
     return found if commit is None else found | {"commit": commit}
+
+
+def packages(names: Iterable[str], path: list[str] = sys.path) -> dict[str, str]:
+    """Return the versions of those packages that are installed in the folders of `path`."""
+    return {name: one.version for name in names for one in [*metadata.distributions(name=name, path=path)][:1]}
 
 
 def _commit() -> str | None:

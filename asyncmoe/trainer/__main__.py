@@ -28,7 +28,7 @@ def main() -> None:
             processes.record(config.run.dir, f"trainer.{rank}")
             heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
             with uncollected():
-                environment.prepare(config.trainer)
+                environment.prepare(config)
                 from asyncmoe.platform import megatron
 
                 megatron.prepare()

@@ -203,7 +203,7 @@ class Trainer:
                 published = self._sync.settle()
                 self._begin_sync()
         self._record(leased, phase, learned, published, (begin, got, trained))
-        every = self._config.trainer.checkpoint_every
+        every = self._config.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
         if warm and self._due:

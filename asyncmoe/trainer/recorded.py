@@ -109,7 +109,7 @@ def main() -> None:
             with uncollected():
                 from asyncmoe.trainer.model import environment
 
-                environment.prepare(config.trainer)
+                environment.prepare(config)
                 from asyncmoe.platform import megatron
 
                 megatron.prepare()

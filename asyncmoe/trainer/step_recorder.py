@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, InvariantBroken, StorageError
@@ -47,8 +46,7 @@ class StepRecorder:
 
     def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer, done: int, plugins: Mapping[str, str]) -> None:
         self._digests, self._first = StateDigests(model, optimizer), model.mesh.rank == 0
-        self._gradient = np.zeros(len(self._digests.tensors), np.uint64)
-        self._updates = 0
+        self._gradient: list[bytes] = []
         self._lines: JsonLines | None = None
         self._before = Recorded({}, {})
         self.started = Started(
@@ -67,13 +65,14 @@ class StepRecorder:
 
     def watched(self, guard: Guard) -> Guard:
         """Return a guard that also digests the gradients of each update that `guard` allows."""
-        self._gradient[:], self._updates = 0, 0
+        gradient = self._gradient = []
 
         def watching(values: Mapping[str, float]) -> bool:
             allowed = guard(values)
-            if allowed and "grad_norm" in values:
-                self._gradient += self._digests.gradient(self._updates)
-                self._updates += 1
+            if "loss" in values:
+                gradient.append(b"")
+            elif allowed:
+                gradient[-1] = self._digests.gradient().astype("<u8").tobytes()
             return allowed
 
         return watching
@@ -93,14 +92,14 @@ class StepRecorder:
             lr=learned.updates[-1].lr,
             loss=tuple(update.loss for update in learned.updates),
             grad_norm=tuple(update.grad_norm for update in learned.updates),
-            gradient=self._gradient.astype("<u8").tobytes(),
+            gradient=tuple(self._gradient),
             weights=self._digests.weights().astype("<u8").tobytes(),
             optimizer=self._digests.optimizer().astype("<u8").tobytes(),
         )
         differs = self._differs(made) if self.same and self._first else ""
         if told := collectives.everyones(differs)[0] if self.same else "":
             hint = "this machine does not compute the same twice; run.deterministic=false trains the lost steps again all the same"
-            raise InvariantBroken(f"{told}, as before the restart; {hint}")
+            raise InvariantBroken(f"{told}; the step was trained before the restart, too; {hint}")
         self._write(made)
         return made
 

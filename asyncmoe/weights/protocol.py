@@ -177,7 +177,7 @@ class Portion(msgspec.Struct, frozen=True):
     Attributes:
         dense: size of a full update in bytes.
         sizes: sizes in bytes of its delta's messages, in order; empty if there is no delta.
-        digest: canonical digest of the elements sent, in the new version (`asyncmoe.reshard.delta_lanes`).
+        digest: canonical digest of the elements sent, in the new version (`asyncmoe.reshard.element_digest`).
     """
 
     dense: int

@@ -62,7 +62,7 @@ def saved(run: Path, step: int, keep: int = 2) -> Path:
     (written / "__0_0.distcp").write_bytes(BIG)
     (written / "empty").write_bytes(b"")
     (written / ".metadata").write_bytes(b"m" * step)
-    return checkpoints.finish(run, step, {"step": step}, keep)
+    return checkpoints.finish(run, step, {"step": step}, checkpoints.Retention(keep))
 
 
 def config(run: Path, **more: Any) -> Config:

@@ -81,7 +81,7 @@ def plainly(config: Any, number: int, built: gpt.Model, adam: Any) -> None:
     state = checkpoint.sharded_state(built, adam, loading=False)
     checkpoint.dist_checkpointing.save(state, str(checkpoints.temporary(config.run.dir, number)))
     if dist.get_rank() == 0:
-        checkpoints.finish(config.run.dir, number, checkpoint.facts_now(config, number, built), keep=2)
+        checkpoints.finish(config.run.dir, number, checkpoint.facts_now(config, number, built), checkpoints.Retention(2))
     dist.barrier()
 
 

@@ -45,9 +45,9 @@ class KeptLog(QueueLog):
     def size(self) -> int:
         return self._changes.size + self.payloads.size
 
-    async def forget(self, floor: int) -> int:
+    async def forget(self, floor: int, recorded: int | None = None) -> int:
         before = self.size
-        await super().forget(floor)
+        await super().forget(floor, floor if recorded is None else recorded)
         await self.worker.retain(self.state.payloads)
         settled(self.payloads)
         return before - self.size
@@ -169,9 +169,9 @@ class Life:
         return to
 
 
-async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "drop") -> Life:
+async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "drop", max_bytes: int = 1 << 24) -> Life:
     """Open the log as a controller does whose trainer has taken `step` steps."""
-    log = home.opened(folder)
+    log = home.opened(folder, max_bytes)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     queued = await log.groups(found.queued)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}

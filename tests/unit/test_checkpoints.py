@@ -14,20 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe import checkpoints
-from asyncmoe.checkpoints import directories, intact, manifest
+from asyncmoe.checkpoints import Retention, directories, intact, manifest
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.trajectory import _C
 
 FILES = {"__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"\x07" * 5000, ".metadata": b"m" * 300, "common.pt": b"c" * 900}
 
 
-def saved(run: Path, step: int, keep: int = 9, keep_every: int = 0, files: dict[str, bytes] | None = None) -> Path:
+def saved(
+    run: Path, step: int, keep: int = 9, keep_every: int = 0, files: dict[str, bytes] | None = None, asked: Retention | None = None
+) -> Path:
     checkpoints.start(run, step)
     for name, content in (FILES if files is None else files).items():
         path = checkpoints.temporary(run, step) / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    return checkpoints.finish(run, step, {"step": step}, keep, keep_every)
+    return checkpoints.finish(run, step, {"step": step}, asked or Retention(keep, keep_every))
 
 
 def flip(path: Path) -> None:
@@ -133,12 +135,48 @@ def test_a_manifest_comes_back(content: bytes, digest: int) -> None:
 @given(st.lists(st.integers(0, 400), unique=True), st.integers(1, 4), st.integers(0, 60))
 def test_what_is_kept_does_not_depend_on_when_it_is_asked(steps: list[int], keep: int, every: int) -> None:
     """A checkpoint deleted by a save would not be kept by a later save."""
-    left: set[int] = set()
+    left, asked = set[int](), Retention(keep, every)
     for step in sorted(steps):
-        left = directories.kept(sorted(left | {step}), keep, every)
-    assert left == directories.kept(sorted(steps), keep, every)
+        left = asked.kept(left | {step})
+    assert left == asked.kept(steps)
     assert set(sorted(steps)[-keep:]) <= left
     assert not every or {step // every for step in left} >= {step // every for step in steps if step >= every}
+
+
+WINDOWS = st.one_of(st.integers(1, 60), st.just("all"))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 4), WINDOWS, st.integers(0, 20))
+def test_a_recorded_window_has_its_checkpoint_and_is_neither_too_short_nor_much_too_long(
+    gaps: list[int], keep: int, recorded: Any, warmup: int
+) -> None:
+    """Whichever steps are saved: the controller moves the window after each save, as it does here."""
+    asked, steps = Retention(keep, recorded=recorded, warmup=warmup), [warmup, *(warmup + sum(gaps[: n + 1]) for n in range(len(gaps)))]
+    left, since, most = set[int](), warmup, max(gaps)
+    for step in steps if warmup else steps[1:]:
+        left = asked.kept(left | {step}, since)
+        begin = asked.begins(left, since)
+        assert begin is not None
+        assert begin >= since
+        assert begin in left or begin == warmup == 0
+        assert begin <= asked.oldest(left), "a resume is part of it"
+        if recorded == "all":
+            assert (begin, len(left)) <= (warmup, keep + bool(warmup))
+        else:
+            assert min(recorded, step - warmup) <= step - begin
+            assert step - begin < 2 * recorded + most or begin == asked.oldest(left)
+            assert len(left) <= keep + 3
+        since = begin
+
+
+def test_a_window_whose_checkpoint_is_deleted_begins_with_the_next_one() -> None:
+    asked = Retention(2, recorded="all", warmup=4)
+    assert asked.kept({2, 4, 8, 12, 16}) == {4, 12, 16}
+    assert asked.begins({4, 12, 16}, 0) == 4
+    assert asked.begins({12, 16}, 0) == 12
+    assert asked.begins({4, 12, 16}, 8) == 12, "its batches are deleted"
+    assert asked.begins({2}, 0) is None, "the warm-up is not recorded"
+    assert (Retention(2).begins({8, 12, 16}, 0), Retention(2).begins({16}, 0)) == (12, 16)
 
 
 def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:

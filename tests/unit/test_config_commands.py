@@ -15,6 +15,7 @@ import yaml
 
 from asyncmoe import checkpoints, config_commands
 from asyncmoe import config as configuration
+from asyncmoe.checkpoints import Retention
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
@@ -174,7 +175,7 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(tmp_path: Path, fault
     if begun:
         with local.claim(run_dir):
             checkpoints.start(run_dir, 3)
-            checkpoints.finish(run_dir, 3, {"step": 3, "train": "lora", "lora": {"rank": 4, "alpha": 4.0}, "seed": 7}, keep=2)
+            checkpoints.finish(run_dir, 3, {"step": 3, "train": "lora", "lora": {"rank": 4, "alpha": 4.0}, "seed": 7}, Retention(2))
 
     def there() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
@@ -224,7 +225,7 @@ def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path, capsys: pytest.C
     config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
     for step, said in ((6, ""), (7, "run.steps: all 5 steps are taken already; a higher number goes on from ")):
         checkpoints.start(config.run.dir, step)
-        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, keep=2)
+        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, Retention(2))
         local.check(config)
         assert capsys.readouterr().err.startswith(said)
     with pytest.raises(UserError, match=r"^run\.steps: got 4, expected at least 5, the steps already taken; .* has these steps in"):
@@ -237,7 +238,7 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path
     for step in (3, 4, 5):
         checkpoints.start(config.run.dir, step)
         (checkpoints.temporary(config.run.dir, step) / "part").write_bytes(b"1234")
-        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, keep=3)
+        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, Retention(3))
     for step, content in ((4, b"123"), (5, b"1235")):
         (checkpoints.directory(config.run.dir, step) / "part").write_bytes(content)
     left = {"step-00000003", "step-00000004.damaged", "step-00000005.damaged"}

@@ -19,6 +19,7 @@ import asyncmoe
 from asyncmoe.doctor import infiniband, nvidia, run
 from asyncmoe.doctor.examination import Report, versions_of
 from asyncmoe.doctor.planned import planned
+from asyncmoe.plan import disk
 from tests.configs import DEMO, demo
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
@@ -86,7 +87,7 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert run.run_dir(several, made, mounts).found.endswith("; other machines may not see it")
     mounts.write_text("/dev/a / lustre rw 0 0\n")
     assert run.run_dir(several, made, mounts).state == "ok"
-    layers = made.hf["num_hidden_layers"] * room // run._checkpoint_bytes(made)
+    layers = made.hf["num_hidden_layers"] * room // disk.checkpoint_bytes(config, made.hf)
     for factor, state in ((2, "error"), (0.5, "warning")):
         found = run.run_dir(config, replace(made, hf={**made.hf, "num_hidden_layers": max(1, int(layers * factor))}), mounts)
         assert (found.state, "keep_checkpoints" in (found.hint or "")) == (state, True), found

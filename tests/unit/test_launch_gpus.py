@@ -202,7 +202,7 @@ def test_blocks_of_float8_have_float32_scales_on_hopper() -> None:
     def scales(precision: str, capability: tuple[int, int], **given: str) -> str | None:
         cuda = mock.patch.multiple("torch.cuda", is_available=lambda: True, get_device_capability=lambda _: capability)
         with mock.patch.dict(os.environ, given, clear=True), cuda:
-            environment.prepare(load(EXAMPLES / "demo-gpu.yaml", [f"trainer.precision={precision}"]).trainer)
+            environment.prepare(load(EXAMPLES / "demo-gpu.yaml", [f"trainer.precision={precision}"]))
             return os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
 
     assert scales("fp8", (9, 0)) == "1"

@@ -294,6 +294,21 @@ def test_a_server_that_may_lose_or_evict_is_refused_and_ends_a_run_that_it_serve
 
 
 @needed()
+@asynchronous
+async def test_the_room_of_a_server_is_its_memory(tmp_path: Path) -> None:
+    from asyncmoe.log import redis
+
+    with serving(tmp_path) as server, closing(redis_log(server.url)) as log:
+        for number in range(50):
+            await keep(log, payload(number, 2000))
+        for memory, lacks in (("0", False), ("100mb", False), ("1mb", True)):
+            server.configure(maxmemory=memory)
+            room = redis.RedisServer(server.url).room("run", ["0", "1"])
+            assert 50 * 2000 < room.largest < 2 * 50 * 2000
+            assert bool(room.lacking(1 << 20, 0)) == lacks
+
+
+@needed()
 def test_a_server_that_is_not_there_or_refuses_the_user_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"^log\.redis: unix:///absent \(.*\) does not answer: bring it back, or name another one; "):
         redis_log("unix:///absent", patience_s=0.0)

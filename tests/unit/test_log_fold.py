@@ -77,6 +77,21 @@ def test_whatever_records_are_lost_no_group_is_trained_twice_and_the_ledger_adds
     assert not recover(again, k, 0, BATCH, "log", lost={-1}).repairs, "damage is dealt with once"
 
 
+@settings(max_examples=200, deadline=None)
+@given(lost=st.sets(st.integers(0, 40), min_size=1, max_size=30), k=st.integers(4, 5))
+def test_damage_to_what_only_the_recorded_window_needs_changes_no_resume(lost: set[int], k: int) -> None:
+    whole = run_of_steps()
+    state = fold(iter(whole))
+    state.forget(4)
+    stands = records.RunStands(4, state.next, 0, state.needed(1 << 20))
+    after = [*whole, (1 << 20, LogEntry(stands, whole[-1][1].accounts))]
+    old = {number for number, (at, _) in enumerate(after) if at < stands.since}
+    assert len(old) > 10
+    left = [one for number, one in enumerate(after) if number not in lost & old]
+    expected, found = (recover(fold(iter(one)), k, 0, BATCH, "log") for one in (after, left))
+    assert found == expected
+
+
 PLACE = Place(1, 0)
 ACCOUNTS = Accounts(Ledger(started=8, leased=4, queued=4))
 

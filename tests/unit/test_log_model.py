@@ -12,7 +12,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.queue.records import Start
+from asyncmoe.log.log import Place
+from asyncmoe.queue import records
+from asyncmoe.queue.fold import RecordedStep
+from asyncmoe.queue.queue_log import OWN
+from asyncmoe.queue.records import Start, StepLeased
 from asyncmoe.rpc.messages import Leased
 from tests.redis_server import needed
 from tests.unit.log_lives import BATCH, SIZE, Home, home_of, live
@@ -31,6 +35,7 @@ class Model:
         leases: what each step was answered.
         skips: why steps were skipped, in the lineage behind the newest weights.
         stopped: groups that ran at a kill.
+        begin: first step of the recorded window.
     """
 
     next: int = 0
@@ -45,6 +50,7 @@ class Model:
     step: int = 0
     stopped: int = 0
     saved: list[int] = field(default_factory=lambda: [0])
+    begin: int = 0
 
 
 class Program:
@@ -131,7 +137,8 @@ class Program:
     async def save(self) -> None:
         if self.model.step > self.model.saved[-1]:
             self.model.saved = [*self.model.saved, self.model.step][-2:]
-            await self.life.log.forget(self.model.saved[0])
+            self.model.begin = self.draw.randint(self.model.begin, self.model.saved[0])
+            await self.life.log.forget(self.model.saved[0], self.model.begin)
 
     async def killed(self) -> None:
         model, old = self.model, self.life
@@ -141,6 +148,7 @@ class Program:
         model.saved = [step for step in model.saved if step <= model.step]
         model.skips = {step: why for step, why in model.skips.items() if step < model.step}
         self.life = await live(self.home, self.path, model.step, rule="requeue")
+        await self.check_window()
         assert list(self.life.starts) == model.order
         assert self.life.next == model.next
         ledger, requeued = self.life.queue.ledger, self.life.queue.accounts.requeued
@@ -195,6 +203,17 @@ class Program:
         self.model.order += late
         self.model.queued -= {one.number for one in late} | {item.group for item in leased.items}
         return leased
+
+    async def check_window(self) -> None:
+        """The log has the batch of every step of the window, and the fold knows where."""
+        entries = [(at, records.entry(data).change) for at, data in self.life.log._changes.read()]
+        leases = {one.step: (at, one) for at, one in entries if isinstance(one, StepLeased)}
+        for step in (step for step in self.model.leases if step >= self.model.begin):
+            at, lease = leases[step]
+            groups = zip(await self.life.log.groups(lease.groups), lease.groups, strict=True)
+            assert tuple((item.key, one.weight) for group, one in groups for item in group.items) == self.model.leases[step]
+            oldest = min(one.place.position for one in lease.groups)
+            assert self.life.log.state.recorded[step] == RecordedStep(at, (Place(OWN, oldest),))
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

@@ -83,9 +83,27 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(tmp_path: Path) -> None:
         assert not json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "steps", "checkpoints"),
+    [
+        ([], 40, 2),
+        (["trainer.keep_checkpoints=3", "trainer.keep_every=50"], 60, 4),
+        (["log.keep=50"], 100, 4),
+        (["log.keep=all"], 100, 3),
+        (["log.keep=all", "warmup.steps=0"], 100, 2),
+        (["log.keep=30", "trainer.checkpoint_every=0"], 60, 2),
+    ],
+)
+def test_the_disk_of_a_run_follows_from_what_it_keeps(tmp_path: Path, keys: list[str], steps: int, checkpoints: int) -> None:
+    shape = ("run.steps=100", "warmup.steps=20", "trainer.checkpoint_every=20", "environment.max_tokens=64")
+    command("--config", "examples/demo.yaml", *shape, *keys, "--json", tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())["disk"]
+    assert (found["steps"], found["checkpoints"]) == (steps, checkpoints)
+
+
 def test_the_command_says_what_a_yaml_is_to_say() -> None:
-    line = command("--config", "examples/demo.yaml").strip().splitlines()[-1]
-    assert line.startswith("# memory: trainer ")
+    lines = command("--config", "examples/demo.yaml").strip().splitlines()
+    line = next(line for line in lines if line.startswith("# memory: trainer "))
     assert line in (REPOSITORY / "examples" / "demo.yaml").read_text()
 
 

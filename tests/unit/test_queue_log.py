@@ -76,16 +76,19 @@ async def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home,
 
 
 @asynchronous
-async def test_space_is_bounded(home: Home, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("recorded", [0, 20])
+async def test_space_is_bounded(home: Home, tmp_path: Path, recorded: int) -> None:  # noqa: F811
     life, sizes = await live(home, tmp_path / "run"), []
     for step in range(60):
         await life.train(step)
         if step % 5 == 4:
-            await life.log.forget(step - 4)
+            await life.log.forget(step - 4, max(0, step - 4 - recorded))
             sizes.append(life.log.size)
-    assert max(sizes) < 2 * min(sizes[1:])
+    assert max(sizes) < 2 * min(sizes[1 + recorded // 5 :])
     again = await live(home, life.kill(tmp_path / "again"), 57)
     assert again.queue.ledger.leased == 3 * BATCH
+    assert 35 < again.log.state.recorded_since(60) + recorded <= 55
+    assert await again.log.forget(57) > 50 * recorded
     again.log.close()
 
 

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.cli import app
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
+from asyncmoe.log.room import Room
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
@@ -33,7 +35,9 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.configs import minimal
-from tests.unit.log_lives import settled
+from tests.unit.asynchronous import asynchronous
+from tests.unit.log_lives import Home, Life, live, settled
+from tests.unit.test_checkpoints import saved
 from tests.unit.test_producer import Numbers
 
 SIZE, GROUPS = 2, 2
@@ -230,13 +234,6 @@ def test_another_folder_for_a_log_that_is_there_is_refused(tmp_path: Path) -> No
         asyncio.run(opened(tmp_path, folder=far).close())
 
 
-def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:
-    assert run_log.oldest(tmp_path, 2) is None
-    for name in ("step-00000004", "step-00000008", "step-00000012", "step-00000016.writing", "other"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert run_log.oldest(tmp_path, 2) == 8
-
-
 def test_a_log_that_is_gone_says_what_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun(tmp_path)
     shutil.rmtree(tmp_path / "log")
@@ -256,3 +253,84 @@ def test_the_command_verifies_a_log(tmp_path: Path) -> None:
         bad = CliRunner().invoke(app, ["log", str(tmp_path)])
         assert bad.exit_code == 1
         assert f"damaged: {told}" in bad.output
+
+
+# ---------------------------------------------------------------- the recorded window
+
+
+async def recorded(folder: Path, first: int, after: int, max_bytes: int = 1 << 24, **log: Any) -> tuple[RunLog, Life]:
+    """Train steps of a run that saves every second step."""
+    life = await live(Home(), folder, first, max_bytes=max_bytes)
+    life.queue.set_version(first)
+    held = RunLog(configured(folder, max_bytes=max_bytes, **log), life.log, "run")
+    for step in range(first, after):
+        await life.train(step)
+        if step % 2:
+            saved(folder, step + 1, asked=Retention.of(held._config), files={"x": b"x" * 100})
+            await held.saved()
+        await held.shrink()
+    return held, life
+
+
+def window(folder: Path) -> tuple[int, list[int]]:
+    return directories.window_begins(folder), directories.steps_of(folder)
+
+
+@asynchronous
+@pytest.mark.parametrize(("keep", "begin", "steps"), [(None, 16, [16, 18]), (5, 10, [10, 16, 18]), ("all", 0, [16, 18])])
+async def test_a_restart_keeps_the_window_and_a_wider_one_begins_where_the_records_do(
+    tmp_path: Path, keep: Any, begin: int, steps: list[int]
+) -> None:
+    _, life = await recorded(tmp_path, 0, 18, keep=keep)
+    assert window(tmp_path) == (begin, steps)
+    assert sorted(life.log.state.recorded) == list(range(begin, 18))
+    life.log.close()
+    _, life = await recorded(tmp_path, 18, 22, keep="all")
+    assert window(tmp_path) == (begin, sorted({begin, 20, 22} - {0}))
+    assert set(range(begin, 22)) <= set(life.log.state.recorded)
+    life.log.close()
+    shutil.rmtree(tmp_path / "log")
+    _, life = await recorded(tmp_path, 22, 24, keep="all")
+    assert window(tmp_path)[0] == 22
+    life.log.close()
+
+
+@asynchronous
+async def test_a_log_that_nears_its_bound_records_fewer_steps_and_the_run_goes_on(tmp_path: Path) -> None:
+    _, life = await recorded(tmp_path, 0, 60, max_bytes=40_000, keep=20)
+    begin, steps = window(tmp_path)
+    assert 40 < begin <= 56
+    assert begin == steps[0]
+    life.log.close()
+
+
+@asynchronous
+async def test_a_full_disk_shortens_the_window_to_what_a_resume_needs_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held, life = await recorded(tmp_path, 0, 19, keep=4)
+    assert window(tmp_path) == (14, [14, 16, 18])
+    shrunk = []
+    for free in (1 << 31, 1 << 30, 1 << 30):
+        held.room = lambda free=free: Room(0, free, 20 << 30)
+        shrunk.append(await held.shrink())
+    assert shrunk == [False, True, False], "a resume needs the rest"
+    assert window(tmp_path) == (16, [16, 18])
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert said.startswith("log.keep: steps 15 to 16 are deleted: ")
+    assert said.endswith("; 3 steps are kept")
+    life.log.close()
+
+
+def test_the_room_of_a_log_is_the_size_of_its_files_and_is_lacking_before_they_fill_it(tmp_path: Path) -> None:
+    assert files.room(tmp_path, ["1"]).largest == 0
+    log = files.FileLog(tmp_path, "run", "1", 1 << 20, 1 << 12)
+    for _ in range(100):
+        log.append([bytes(200)])
+    settled(log)
+    log.forget(9000).result()
+    found = files.room(tmp_path, ["1", "2"])
+    assert found.largest == pytest.approx(log.size, abs=10 * files.HEADER_BYTES)
+    assert [bool(found.lacking(log.size * share // 2, 0)) for share in (2, 4)] == [True, False]
+    assert found.lacking(1 << 20, found.free), "the next checkpoint needs its room"
+    log.close()

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from asyncmoe import models
+from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
+from asyncmoe.log.room import Room
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import (
@@ -44,8 +47,9 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from tests.configs import minimal
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, until
 from tests.unit.fake_engine import FakeEngine, FakeHandle
+from tests.unit.test_checkpoints import saved
 from tests.unit.worker_fleet import lent
 
 RANKS = 2
@@ -262,3 +266,26 @@ async def test_another_layout_may_come_and_another_configuration_may_not(model: 
         await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
         with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
             await running.trainer(2).hello(3)
+
+
+@asynchronous
+async def test_a_log_without_room_records_less_while_the_run_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncmoe.rollout.controller._RECORD_S", 0.02)
+    config, told = config_of(model, tmp_path / "run", log={"keep": "all"}), list[object]()
+    async with controller(config) as running:
+        trainer = running.trainer(0)
+        await trainer.hello(0)
+        await trainer.publish()
+        for step in range(1, 7):
+            await trainer.train()
+            await trainer.publish()
+            if step % 2 == 0:
+                saved(config.run.dir, step, asked=Retention.of(config), files={"x": b"x"})
+                await trainer.ask(Saved(step))
+        assert directories.window_begins(config.run.dir) == 0
+        monkeypatch.setattr(WorkerFleet, "retain", lambda _, needed: told.append(needed))
+        monkeypatch.setattr("asyncmoe.log.files.room", lambda *_: Room(0, 0, 1 << 30))
+        await until(lambda: told)
+        assert directories.window_begins(config.run.dir) == 4
+        await trainer.train()
+        await trainer.goodbye()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.plan import disk
 from asyncmoe.trajectory import (
     ARRAYS,
     NOT_SAMPLED,
@@ -105,6 +106,17 @@ def routes_of(rows: int, routing: Routing = ROUTING) -> Routes:
 def same(a: Trajectory, b: Trajectory) -> bool:
     pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Trajectory))
     return all(x.tobytes() == y.tobytes() and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y for x, y in pairs)
+
+
+@settings(deadline=None)
+@given(trajectories())
+def test_a_plan_knows_the_bytes_of_a_token(t: Trajectory) -> None:
+    kept = {"rewards": t.rewards is not None, "teacher": t.teacher is not None, "top": 0 if t.top is None else 3}
+    asked = Recording(None if t.routes is None else ROUTING, t.masks is not None, 9, **kept)
+    nbytes, most = sum(memoryview(frame).nbytes for frame in encode(t)[1:]), disk.token_bytes(asked, 3)
+    assert nbytes <= len(t) * most + 16
+    if t.top is None and t.masks is None:
+        assert nbytes > len(t) * (most - 1) - 4
 
 
 @settings(deadline=None)

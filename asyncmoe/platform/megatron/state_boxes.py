@@ -41,19 +41,29 @@ def as_boxes() -> Iterator[None]:
 
 def _own_state(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> dict[str, Any]:
     """Return sharded tensors by parameter, all of them views of the optimizer's memory."""
-    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
-    kinds = (mapping.ShardedTensor, mapping.ShardedTensorFactory)
-    known = {value.data: value for value in dicts.nested_values(model_sharded_state_dict) if isinstance(value, kinds)}
+    values = module("dist_checkpointing.dict_utils").nested_values(model_sharded_state_dict)
+    known = {value.data: value for value in values if is_tensor(value)}
     found: dict[str, Any] = {}
-    for ranges in self.gbuf_ranges:
+    for parameter, own in own_ranges(self):
+        states = self._get_main_param_and_optimizer_states(parameter)
+        found[str(len(found))] = {
+            name: list(_boxes(known[parameter], name, state, own.start)) for name, state in states.items() if name != "step"
+        }
+    return found
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value in a description of state is a tensor."""
+    mapping = module("dist_checkpointing.mapping")
+    return isinstance(value, (mapping.ShardedTensor, mapping.ShardedTensorFactory))
+
+
+def own_ranges(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, range]]:
+    """Yield each parameter of which a distributed optimizer has a part on this rank, and the part's range in the flat parameter."""
+    for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for parameter, places in ((one, at) for bucket in buckets for one, at in bucket["param_map"].items()):
-                own = places["param"]
-                states = self._get_main_param_and_optimizer_states(parameter)
-                found[str(len(found))] = {
-                    name: list(_boxes(known[parameter], name, state, own.start)) for name, state in states.items() if name != "step"
-                }
-    return found
+                yield parameter, range(places["param"].start, places["param"].end)
 
 
 def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterator[Any]:
@@ -64,18 +74,11 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
         name: name of the state ("exp_avg").
         state: [n]; this rank's part of the state, for elements `start` to `start + n` of the flat parameter.
     """
-    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
     # Ranks with the same parameter have different parts of its state, so all of them save: each is replica 0.
     named = {"key": f"optimizer.state.{name}.{described.key}", "replica_id": (*described.replica_id[:2], 0)}
-    whole = torch.empty(described.data.shape, dtype=state.dtype, device="meta")
-    if isinstance(described, mapping.ShardedTensorFactory):
-        built = {"": replace(described, data=whole, **named).build()}
-        parts = [part for part in dicts.nested_values(built) if isinstance(part, mapping.ShardedTensor)]
-    else:
-        parts = [replace(described, data=whole, dtype=state.dtype, **named)]
     flat = state.detach().view(-1)
-    for part in parts:
-        for corner, view in _contiguous(part.data):
+    for part in parts(described, state.dtype, **named):
+        for corner, view in contiguous(part.data):
             first = int(view.storage_offset())
             lowest, highest = max(first, start), min(first + view.numel(), start + flat.numel())
             for box in boxes(tuple(view.shape), lowest - first, highest - first):
@@ -92,7 +95,22 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
                 )
 
 
-def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def parts(described: Any, dtype: torch.dtype, **named: Any) -> list[Any]:
+    """Return the sharded tensors that a parameter is saved as. Their data are views of a tensor without memory in the parameter's shape.
+
+    Args:
+        described: see `_boxes`.
+        named: attributes that differ from those of `described`.
+    """
+    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
+    whole = torch.empty(described.data.shape, dtype=dtype, device="meta")
+    if isinstance(described, mapping.ShardedTensorFactory):
+        built = {"": replace(described, data=whole, **named).build()}
+        return [part for part in dicts.nested_values(built) if isinstance(part, mapping.ShardedTensor)]
+    return [replace(described, data=whole, dtype=dtype, **named)]
+
+
+def contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Split a view of a parameter into contiguous parts; yield each part's corner in the view, and the part."""
     if view.is_contiguous():
         yield (0,) * view.ndim, view
@@ -100,7 +118,7 @@ def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Ten
     if view.ndim == 1:
         raise InvariantBroken("a parameter is saved in another order than in memory, so its optimizer state does not form boxes")
     for number in range(view.shape[0]):
-        for corner, part in _contiguous(view[number]):
+        for corner, part in contiguous(view[number]):
             yield (number, *corner), part
 
 

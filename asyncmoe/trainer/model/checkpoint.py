@@ -62,7 +62,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     facts, kind = checkpoints.facts(checkpoint), {} if optimizer is None else config.checkpoint_kind
     for fault in checkpoints.kind_faults(checkpoint, {"family": family_of(model.hf).name, **kind}):
         raise fault
-    state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
+    state, asked = read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
@@ -76,7 +76,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     return int(facts["step"])
 
 
-def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
+def read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
     """Return the checkpoint's values of `state`, and which parts of the optimizer state the checkpoint has.
 
     Raises:

@@ -176,13 +176,13 @@ class Saver:
             raise failures[0] from thread.failure
 
     def _publish(self, step: int, sealed: Manifest) -> None:
-        config, section = self._config, self._config.trainer
+        config = self._config
         failure: StorageError | None = None
         if self._model.mesh.rank == 0:
             facts = checkpoint.facts_now(config, step, self._model)
             try:
                 with storage.writing(*checkpoint.target(config, step)):
-                    checkpoints.finish(config.run.dir, step, facts, section.keep_checkpoints, section.keep_every, sealed)
+                    checkpoints.finish(config.run.dir, step, facts, checkpoints.Retention.of(config), sealed)
             except StorageError as error:
                 failure = error
                 checkpoints.give_up(config.run.dir)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 
+from asyncmoe.config import Config
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.rpc import nccl_settings
 
@@ -18,19 +19,22 @@ SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 _BLACKWELL = (10, 0)
 
 
-def prepare(trainer: TrainerSection) -> None:
+def prepare(config: Config) -> None:
     """Complete this rank's environment. Call it before CUDA is initialised and before Transformer Engine is imported.
 
     On Hopper, Transformer Engine's blocks of float8 get float32 scales (`SCALES`), as in engines (`asyncmoe.reshard.float8`), instead of
     powers of two, unless the user set the variable. Newer GPUs support only powers of two (Transformer Engine 2.20,
     docs/features/low_precision_training/fp8_blockwise_scaling).
     """
-    os.environ.update(before_cuda(trainer, os.environ) | nccl_settings.set_defaults(os.environ))
-    if trainer.precision == "fp8":
-        import torch  # which reads the variables above when it first uses a GPU
+    os.environ.update(before_cuda(config.trainer, os.environ) | nccl_settings.set_defaults(os.environ))
+    import torch  # which reads the variables above when it first uses a GPU
 
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) < _BLACKWELL:
-            os.environ.setdefault(SCALES, "1")
+    from asyncmoe.trainer.model import deterministic
+
+    deterministic.start(config)
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.trainer.precision == "fp8" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _BLACKWELL:
+        os.environ.setdefault(SCALES, "1")
 
 
 def before_cuda(trainer: TrainerSection, given: Mapping[str, str]) -> dict[str, str]:

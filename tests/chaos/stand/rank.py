@@ -94,7 +94,7 @@ class Rank:
                 self._train(leased)
                 if metrics is not None:
                     metrics.write(Step(step=self._step, phase="rl", time=time.time(), lineage=leased.lineage))
-                if self._step % self._config.trainer.checkpoint_every == 0:
+                if self._step % self._config.checkpoint_every == 0:
                     self._save()
         except WeightSyncError:
             # When a run stops, its remaining engines no longer matter.
@@ -184,7 +184,7 @@ class Rank:
 
     def _save(self) -> None:
         heartbeats.beat(f"the checkpoint of step {self._step}")
-        run_dir, section = self._config.run.dir, self._config.trainer
+        run_dir = self._config.run.dir
         with writing(f"the checkpoint of step {self._step}", checkpoints.directory(run_dir, self._step)):
             if self._rank == 0:
                 checkpoints.start(run_dir, self._step)
@@ -192,7 +192,7 @@ class Rank:
             (checkpoints.temporary(run_dir, self._step) / f"part-{self._rank}").write_text(self._part + "." * _PADDING)
             self._everyones("written")
             if self._rank == 0:
-                checkpoints.finish(run_dir, self._step, {"step": self._step}, section.keep_checkpoints)
+                checkpoints.finish(run_dir, self._step, {"step": self._step}, checkpoints.Retention.of(self._config))
                 self._ask(Saved(self._step))
         self._saved = self._step
         self._everyones("saved")

@@ -1,0 +1,203 @@
+"""Compares two records of the same steps, of two runs or of a run and its replay, and finds the first difference: causes before effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncmoe.config.fields import said
+from asyncmoe.config.schema import LAYOUT
+from asyncmoe.errors import DataError
+from asyncmoe.flight.records import Recorded, Started
+from asyncmoe.telemetry.loggers.points import flat
+
+What = Literal[
+    "inputs", "schedule", "weights before", "advantages", "lr", "refused", "loss", "gradient", "grad_norm", "weights", "optimizer"
+]
+"""Parts of a step, each before what follows from it. Those from `refused` to `grad_norm` are compared update by update."""
+_CAUSES: Mapping[What, tuple[str, str]] = {
+    "inputs": ("the batch differs", "other trajectories were leased"),
+    "schedule": ("micro-batches differ", "the batch is equal, so their size or the layout is another"),
+    "weights before": ("the weights before the step differ", "look at earlier steps"),
+    "advantages": ("advantages differ", "the batch is equal, so their computation is another"),
+    "lr": ("the learning rate differs", "its schedule is another"),
+    "refused": ("the refusal of an update differs", "the rules of verify, or the values they judge, are others"),
+    "loss": ("the loss differs", "batch, weights and advantages are equal, so the forward pass or the loss function is another"),
+    "gradient": ("the gradient differs", "everything before it is equal, so the backward pass or a reduction is another"),
+    "grad_norm": ("the gradient norm differs", "gradients are equal, so its summation is another"),
+    "weights": ("the weights after the step differ", "gradients are equal, so clipping or the optimizer, or its earlier state, is another"),
+    "optimizer": ("the optimizer's state differs", "gradients and weights are equal, so the optimizer is another"),
+}
+"""What a difference is, and what follows from all before it being equal."""
+_ABSENT = "none"
+_LAYOUT = {f"{section}.{key}" for section, keys in LAYOUT.items() for key in keys}
+_SECTIONS = {"train", "lora", "trainer", "model", "keep", "warmup", "objective", "verify"}
+_KEYS = {"run.steps", "run.seed", "run.deterministic", "rollout.temperature", "rollout.max_new_tokens"}
+"""These sections and keys of the configuration decide what a step makes of a batch."""
+_SAVES = ("checkpoint_every", "async_save", "keep_checkpoints", "keep_every", "checkpoint_copy", "timeout_s", "max_restarts")
+_NOT = {"model.path", "model.trust_remote_code", "lora.start", *(f"trainer.{key}" for key in (*_SAVES, "dtype", "optimizer.distributed"))}
+"""Keys of the sections that do not, or whose meaning on the machine is among the circumstances."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between a record and another one.
+
+    Attributes:
+        what: the part of the step; all parts before it are equal.
+        where: the tensors that differ, in the order of the forward pass, or, of the schedule and the advantages, the trajectories'
+            positions in the batch, or, in a step of several, the update: "update 0". () for what has no parts.
+        expected, got: the record's value and the other's at the first of these; a tensor's is its digest.
+    """
+
+    step: int
+    what: What
+    where: tuple[str, ...]
+    expected: str
+    got: str
+
+
+def first_difference(recorded: Recorded, other: Recorded, steps: range) -> Difference | None:
+    """Return the first difference in some steps, or None if they are equal to the last bit.
+
+    Raises:
+        DataError: a step has no record in one of the two, or its model has other tensors.
+    """
+    for step in steps:
+        _check(recorded, other, step)
+        for what, named, one, two in _parts(recorded, other, step):
+            if repr(one) == repr(two):  # floats by their bits: -0.0 is not 0.0
+                continue
+            expected, got = named(one), named(two)
+            if where := [name for name in {**expected, **got} if expected.get(name) != got.get(name)]:
+                values = expected.get(where[0], _ABSENT), got.get(where[0], _ABSENT)
+                return Difference(step, what, tuple(name for name in where if name), *values)
+    return None
+
+
+def relative_differences(recorded: Recorded, other: Recorded, steps: range) -> np.ndarray:
+    """Return how far another layout is from the record.
+
+    Returns:
+        float64[len(steps), 2]: |a - b| / max(|a|, |b|) of loss and gradient norm, of a step's updates the largest; infinite if one of a
+        and b is not finite.
+
+    Raises:
+        DataError: as for `first_difference`.
+    """
+    found = np.zeros((len(steps), 2))
+    for place, step in enumerate(steps):
+        _check(recorded, other, step)
+        one, two = recorded.steps[step], other.steps[step]
+        pairs = (one.loss, two.loss), (one.grad_norm, two.grad_norm)
+        found[place] = [max(map(_relative, *pair), default=0.0) for pair in pairs]
+    return found
+
+
+def reasons(then: Started, here: Started) -> list[str]:
+    """Return in what two starts differ of all that decides a step's bits: layout, then circumstances, then other keys of the configuration.
+    An entry: "trainer.tp: 2 then, 1 here"."""
+    one, two = _deciding(then), _deciding(here)
+    values = [(name, said(one.get(name, _ABSENT)), said(two.get(name, _ABSENT))) for name in {**one, **two}]
+    return [f"{name}: {former} then, {value} here" for name, former, value in values if former != value]
+
+
+def text(difference: Difference, groups: Sequence[int] = ()) -> str:
+    """Return a difference as a sentence for people.
+
+    Args:
+        groups: group of each trajectory of the step's batch.
+    """
+    (head, why), where, values = _CAUSES[difference.what], difference.where, f"{difference.got}, expected {difference.expected}"
+    if difference.what in ("schedule", "advantages"):
+        head += f" for trajectory {_some(where)}"
+        if groups:
+            head += f", of group {_some([str(one) for one in dict.fromkeys(groups[int(i)] for i in where)])}"
+        head += f": {where[0]} has {values}"
+    elif difference.what in ("weights before", "gradient", "weights", "optimizer"):
+        head += f" in {_some(where)}"
+        if difference.what == "gradient" and len(where) > 1:
+            head += f"; the backward pass comes to {where[-1]} first"
+    else:
+        head += f"{f' in {where[0]}' if where else ''}: {values}"
+    return f"step {difference.step}: {head}; {why}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{names[0]} alone" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+Named = Callable[[Any], Mapping[str, str]]
+"""Returns values by the name under which `Difference.where` has them; "": no name."""
+
+
+def _parts(recorded: Recorded, other: Recorded, step: int) -> Iterator[tuple[What, Named, Any, Any]]:
+    """Yield the parts of a step with both values, in the order of `What`."""
+    one, two, tensors = recorded.steps[step], other.steps[step], partial(_digests, recorded.starts[step].tensors)
+    yield "inputs", _single, one.items, two.items
+    yield "schedule", _places, one.schedule, two.schedule
+    if (before := recorded.steps.get(step - 1)) is not None and (others := other.steps.get(step - 1)) is not None:
+        yield "weights before", tensors, before.weights, others.weights
+    yield "advantages", _advantages, one.advantages, two.advantages
+    yield "lr", _single, one.lr, two.lr
+    for update in range(len(one.schedule)):
+        named = partial(_single, name=f"update {update}" if len(one.schedule) > 1 else "")
+        yield "refused", named, one.refused[update], two.refused[update]
+        yield "loss", named, one.loss[update], two.loss[update]
+        yield "gradient", tensors, one.gradient[update], two.gradient[update]
+        yield "grad_norm", named, one.grad_norm[update], two.grad_norm[update]
+    yield "weights", tensors, one.weights, two.weights
+    yield "optimizer", tensors, one.optimizer, two.optimizer
+
+
+def _single(value: object, name: str = "") -> Mapping[str, str]:
+    return {name: "not finite" if value is None else said(value)}
+
+
+def _digests(tensors: Sequence[str], digests: bytes) -> Mapping[str, str]:
+    return dict(zip(tensors, [f"{one:016x}" for one in np.frombuffer(digests, "<u8")], strict=False))  # none of a refused update
+
+
+def _advantages(values: bytes) -> Mapping[str, str]:
+    return {str(i): str(one) for i, one in enumerate(np.frombuffer(values, "<f4"))}
+
+
+def _places(schedule: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Mapping[str, str]:
+    places = {
+        position: f"place {place} of micro-batch {number} of rank {rank} in update {update}"
+        for update, ranks in enumerate(schedule)
+        for rank, microbatches in enumerate(ranks)
+        for number, positions in enumerate(microbatches)
+        for place, position in enumerate(positions)
+    }
+    return {str(position): places[position] for position in sorted(places)}
+
+
+def _check(recorded: Recorded, other: Recorded, step: int) -> None:
+    for one in (recorded, other):
+        if step not in one.steps:
+            there = f"{min(one.steps)} to {max(one.steps)}" if one.steps else "none"
+            raise DataError(f"step {step}", got=f"no record of it (steps with records: {there})", expected="a step that both runs trained")
+    mine, others = recorded.starts[step].tensors, other.starts[step].tensors
+    if mine != others:
+        alone = [name for name in (*others, *mine) if (name in mine) != (name in others)]
+        got = f"another model: only one of the two has {_some(alone)}" if alone else "the same tensors in another order"
+        raise DataError(f"step {step}", got=got, expected=f"the {len(mine)} tensors that were recorded")
+
+
+def _relative(one: float | None, two: float | None) -> float:
+    if one is None or two is None:
+        return 0.0 if one is two else np.inf
+    return abs(one - two) / max(abs(one), abs(two)) if one != two else 0.0
+
+
+def _deciding(start: Started) -> dict[str, Any]:
+    """Return by name, likely reasons for a difference first, what the bits of a step depend on."""
+    keys = {key: value for key, value in flat(start.config).items() if key not in _NOT}
+    layout = {key: keys.pop(key) for key in list(keys) if key in _LAYOUT}
+    others = {key: value for key, value in keys.items() if key in _KEYS or key.partition(".")[0] in _SECTIONS}
+    return {**layout, **start.circumstances, **others}

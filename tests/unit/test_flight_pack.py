@@ -22,8 +22,8 @@ from tests.unit.flight_runs import PARTS, Trained, begun, configured, train
 from tests.unit.test_checkpoints import flip
 
 PASSWORD = "hunter2"
-OWN = {"mine/__init__.py": "", "mine/parts.py": "from . import more\nimport helper\n\ndef advantage(): ...\n", "mine/more.py": ""}
-CODE = {**OWN, "helper.py": "import math", "other.py": ""}
+OWN = {"mine/__init__.py": "", "mine/parts.py": "from . import more\nimport tools.helper\n\ndef advantage(): ...\n", "mine/more.py": ""}
+CODE = {**OWN, "tools/__init__.py": "", "tools/helper.py": "import math", "other.py": ""}
 
 
 def ran(tmp_path: Path, saves: tuple[int, ...], **sections: Any) -> tuple[Path, Trained]:

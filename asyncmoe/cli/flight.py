@@ -15,6 +15,9 @@ def replay(
     run_dir: RunPath,
     overrides: Overrides = None,
     step: Annotated[str | None, typer.Option(metavar="A[:B]", help="Steps to train again; default: all that can be.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also check that each token fits the weight version that it was recorded with; slower.")
+    ] = False,
     against: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Train nothing: compare the records of the two runs, and show where they part.")
     ] = None,
@@ -36,10 +39,13 @@ def replay(
     from asyncmoe import interrupts
     from asyncmoe.launch import replay as launcher
 
-    if against is not None and (step or overrides):
-        raise UserError("asyncmoe replay --against", got="--step or KEY=VALUE too", expected="only two runs")
+    if against is not None and (step or overrides or tokens):
+        raise UserError("asyncmoe replay --against", got="other options too", expected="only two runs")
     with interrupts.stopping("stopped; the run is unchanged"):
-        equal = launcher.against(run_dir, against) if against is not None else launcher.replay(run_dir, _steps(step), overrides or ())
+        if against is not None:
+            equal = launcher.against(run_dir, against)
+        else:
+            equal = launcher.replay(run_dir, _steps(step), overrides or (), tokens)
     if not equal:
         raise typer.Exit(1)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-DIFFERENCES = "differences.jsonl"
-"""Below the directory of a replay: a `Compared` for each step of which the recorded run has a checkpoint, if the weights differ."""
+from asyncmoe.flight.agreement import Stale
+
+FINDINGS = "findings.jsonl"
+"""In the directory of a replay: a `Finding` for each step with one."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -15,6 +17,7 @@ class Stage(msgspec.Struct, frozen=True):
     last: steps taken at the end.
     replays: repeat the recorded micro-batches and the decisions of `verify`; else the configuration decides.
     saves: save a checkpoint at the end.
+    tokens: look for tokens that fit another version than theirs (`asyncmoe.flight.agreement`).
     """
 
     source: str
@@ -22,6 +25,7 @@ class Stage(msgspec.Struct, frozen=True):
     last: int
     replays: bool
     saves: bool
+    tokens: bool = False
 
 
 class TensorDifference(msgspec.Struct, frozen=True):
@@ -43,8 +47,14 @@ class TensorDifference(msgspec.Struct, frozen=True):
     magnitude: float
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """Differences of the weights after `step` steps, in the order of the forward pass."""
+class Finding(msgspec.Struct, frozen=True):
+    """What a replay found at a step.
+
+    Attributes:
+        tensors: those that differ from the checkpoint that the recorded run has of this step, in the order of the forward pass.
+        stale: tokens of the step's batch that fit the version before theirs.
+    """
 
     step: int
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[TensorDifference, ...] = ()
+    stale: tuple[Stale, ...] = ()

@@ -17,15 +17,17 @@ from asyncmoe.config import Config, moved
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
 from asyncmoe.flight import compare, records
+from asyncmoe.flight.batches import Batches
 from asyncmoe.flight.records import Recorded
 from asyncmoe.flight.source import Source, Stretch, ranges
-from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
+from asyncmoe.flight.stage import FINDINGS, Finding, Stage
 from asyncmoe.launch.torchrun import THREADS, trainer_command, trainer_environment
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.models import origin
 from asyncmoe.process import WARNING, Child
 from asyncmoe.rollout import run_log
+from asyncmoe.rpc.item import Item
 from asyncmoe.scratch import Scratch
 from asyncmoe.telemetry.records import Tail, read_steps
 from asyncmoe.telemetry.schema import METRICS, Step
@@ -37,13 +39,14 @@ Steps = tuple[int, int]
 """First and last step, both included."""
 
 
-def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool:
+def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str], tokens: bool = False) -> bool:
     """Train recorded steps again, and compare. Writes nothing to the run, which may have been moved or copied. Return whether the bits are
     equal.
 
     Args:
         steps: None: all that can be trained again.
         overrides: keys of another layout or machine; the result is then a bound.
+        tokens: also look for tokens that fit another version than theirs.
 
     Raises:
         UserError: the steps cannot be trained again.
@@ -53,11 +56,11 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str]) -> bool
     first, last = steps or source.newest
     done, scratch = source.base(first - 1), Scratch()
     target = scratch.path / "replay"
-    _train(source, done, last, target, overrides, source.checkpoint(done), forks=False, keeps=False)
-    asked, mine = range(first, last + 1), records.read(target)
-    print(*_told(source, mine, asked, target), sep="\n")
+    _train(source, done, last, target, overrides, source.checkpoint(done), tokens=tokens)
+    found = Tail(target / FINDINGS).poll_as(Finding)
+    equal = _compare(source.recorded, records.read(target), range(first, last + 1), source.batches, found)
     scratch.remove()
-    return compare.first_difference(source.recorded, mine, asked) is None
+    return equal
 
 
 def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
@@ -82,7 +85,7 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
     done = source.base(at)
     checkpoint = source.checkpoint(done)
     if done < at:
-        _train(source, done, at, target, [], checkpoint, forks=False, keeps=True)
+        _train(source, done, at, target, (), checkpoint, keeps=True)
         checkpoint = directories.directory(target, at)
     _train(source, at, last, target, overrides, checkpoint, forks=True, keeps=True)
     weak = [one for one in read_steps(target / METRICS) if one.step > at and one.ess is not None and one.ess < _FAR]
@@ -95,17 +98,26 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
 
 def against(run_dir: Path, other: Path) -> bool:
     """Compare the records of two runs, and print the first difference. Return whether there is none."""
-    one, two = Source.of(run_dir), records.read(other)
-    both = sorted(one.recorded.steps.keys() & two.steps.keys())
+    one, two = records.read(run_dir), records.read(other)
+    batches = Batches(run_dir, configuration.of_run(run_dir).log) if belonging.read(run_dir) else None  # a fork has no log
+    both = sorted(one.steps.keys() & two.steps.keys())
     if not both:
-        got = f"steps {ranges(one.recorded.steps)} and {ranges(two.steps)}"
+        got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
         raise UserError("--against", got=got, expected="two runs that have records of the same steps")
-    print(*_told(one, two, range(both[0], both[-1] + 1), other), sep="\n")
-    return compare.first_difference(one.recorded, two, range(both[0], both[-1] + 1)) is None
+    return _compare(one, two, range(both[0], both[-1] + 1), batches)
 
 
 def _train(
-    source: Source, done: int, last: int, target: Path, overrides: Sequence[str], checkpoint: Path | None, *, forks: bool, keeps: bool
+    source: Source,
+    done: int,
+    last: int,
+    target: Path,
+    overrides: Sequence[str],
+    checkpoint: Path | None,
+    *,
+    forks: bool = False,
+    keeps: bool = False,
+    tokens: bool = False,
 ) -> None:
     """Train steps `done + 1` to `last` into the directory `target`.
 
@@ -121,7 +133,7 @@ def _train(
             raise intact.refused(checkpoint, fault)
         config = _config(source, part, target, overrides)
         begin = "" if checkpoint is None else str(checkpoint.absolute())
-        stage = Stage(str(source.folder.absolute()), begin, part.last, not forks, keeps or part is not parts[-1])
+        stage = Stage(str(source.folder.absolute()), begin, part.last, not forks, keeps or part is not parts[-1], tokens)
         _run(config, stage, part.start.circumstances.get("threads"))
         checkpoint = directories.directory(target, part.last)
 
@@ -180,21 +192,28 @@ def _show(steps: Tail, last: int) -> None:
             print(f"step {one.step} of {last}: loss {one.loss:.6g}, grad_norm {one.grad_norm:.6g}, {one.step_seconds:.1f} s", flush=True)
 
 
-def _told(source: Source, mine: Recorded, steps: range, target: Path) -> list[str]:
-    """Return the result of a comparison for people."""
-    recorded = source.recorded
+def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches | None, findings: Sequence[Finding] = ()) -> bool:
+    """Print how other records of some steps differ from a run's, and what a replay found. Return whether there is nothing."""
+    where = f"steps {steps[0]} to {steps[-1]}"
+
+    def items(step: int) -> Sequence[Item]:
+        return batches.leased(step - 1).items if batches is not None and step - 1 in batches.kept else ()
+
     found = compare.first_difference(recorded, mine, steps)
     if found is None:
-        return [f"steps {steps[0]} to {steps[-1]}: bit-equal (losses, gradients, weights, optimizer)"]
-    groups = [item.group for item in source.batches.leased(found.step - 1).items] if found.step in source.steps else []
-    lines = [compare.text(found, groups), *compare.reasons(recorded.starts[found.step], mine.starts[found.step])]
-    loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
-    lines.append(f"steps {steps[0]} to {steps[-1]}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
-    for one in Tail(target / DIFFERENCES).poll_as(Compared):
-        worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
-        share = worst.largest / (worst.magnitude or 1.0)
-        where = f"{worst.name}, elements {worst.first} to {worst.last}"
-        lines.append(
-            f"weights after step {one.step}: {len(one.tensors)} tensors differ, at most by {share:.2g} of the largest weight ({where})"
-        )
-    return lines
+        print(f"{where}: bit-equal (losses, gradients, weights, optimizer)")
+    else:
+        groups = [item.group for item in items(found.step)]
+        loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
+        print(compare.text(found, groups), *compare.reasons(recorded.starts[found.step], mine.starts[found.step]), sep="\n  ")
+        print(f"{where}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
+    for one in findings:
+        for at in one.stale:
+            key = items(one.step)[at.position].key
+            which = f"tokens {at.tokens[0]} to {at.tokens[1] - 1} of {key} say version {at.claimed}"
+            print(f"step {one.step}: {which}, but fit version {at.claimed - 1}: {at.before:.2g} nats apart, not {at.difference:.2g}")
+        if one.tensors:
+            worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
+            share = f"{worst.largest / (worst.magnitude or 1.0):.2g} of its largest weight, elements {worst.first} to {worst.last}"
+            print(f"weights after step {one.step}: {len(one.tensors)} tensors differ, most in {worst.name} ({share})")
+    return found is None and not any(one.stale for one in findings)

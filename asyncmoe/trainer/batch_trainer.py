@@ -106,18 +106,13 @@ class Learner:
         Raises:
             AnomalyFound: a rule of `verify` stops the run before an update.
         """
-        schedule = () if recorded is None else recorded.schedule
-        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width, schedule)
-        wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
-        with mark("fetch"):
-            layers = () if self._replay is None else self._replay.layers
-            trajectories = batch_client.fetch(self._fetch, self._mesh, leased, wanted, layers, masks)
+        updates, trajectories = self._fetched(leased, phase, () if recorded is None else recorded.schedule)
         if phase == "warmup":
             nothing, lr = dict.fromkeys(trajectories, _NO_ADVANTAGE), self._config.warmup.lr
             made = [batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh) for update in updates]
             arguments = (SupervisedLoss(), lr, before_update, self._replay)
             return Learned([train_step(self._model, self._optimizer, batches, *arguments) for batches in made])
-        akin = relatives(leased.items, wanted, self._config.objective)
+        akin = relatives(leased.items, sorted(trajectories), self._config.objective)
         others = batch_client.fetch(self._fetch, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
         if leased.replayed and not (self._recorder and self._recorder.same):  # engines sampled with weights that are lost
@@ -131,6 +126,24 @@ class Learner:
         untrained = rules.skipped if all(update.refused for update in metrics) else ""
         found = {rule: one.value for rule, one in rules.found.items()}
         return Learned(metrics, found, untrained, tuple(update.schedule.ranks for update in updates), outcome[0])
+
+    def scored(self, leased: Leased) -> LogProbs:
+        """Return the log-probabilities of a batch's sampled tokens under the current weights, with the recorded experts and masks."""
+        updates, trajectories = self._fetched(leased, "rl")
+        nothing, routing = dict.fromkeys(trajectories, _NO_ADVANTAGE), None if self._replay is None else self._replay.routing
+
+        def microbatches(update: Update) -> MicroBatches:
+            return batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh, routing)
+
+        return self._scored(updates, microbatches, [item.tokens for item in leased.items])
+
+    def _fetched(self, leased: Leased, phase: Phase, recorded: Sequence[Ranks] = ()) -> tuple[list[Update], dict[int, Trajectory]]:
+        """Return a batch's updates, and the trajectories that this rank trains on, by position."""
+        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width, recorded)
+        layers = () if self._replay is None else self._replay.layers
+        with mark("fetch"):
+            wanted = batch_client.shares(updates, self._mesh)
+            return updates, batch_client.fetch(self._fetch, self._mesh, leased, wanted, layers, self._mesh.last_stage)
 
     def _reinforce(
         self,

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,14 +18,20 @@ from asyncmoe import config as configuration
 from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.flight import agreement
+from asyncmoe.flight.agreement import Stale
 from asyncmoe.flight.records import TrainedStep
 from asyncmoe.flight.source import Source
-from asyncmoe.flight.stage import DIFFERENCES, Compared, Stage
+from asyncmoe.flight.stage import FINDINGS, Finding, Stage
 from asyncmoe.imports import uncollected
 from asyncmoe.process import die_with_parent, freeze, leave, named, say
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume
+from asyncmoe.trajectory import decode
+
+if TYPE_CHECKING:  # imports Megatron
+    from asyncmoe.trainer.batch_trainer import Learner, LogProbs
 
 
 def told(source: Source, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
@@ -71,8 +78,10 @@ def run(config: Config, stage: Stage) -> None:
     metrics = JsonLines(config.run.dir / METRICS) if place.rank == 0 else None
     if metrics is not None:
         metrics.write(Resume(resumed_at=done, time=unix(), epoch=0))
+    check = TokenCheck(learner, source, stage.last)
     freeze()
     for step in range(done, stage.last):
+        stale = check.at(step) if stage.tokens else ()
         begin, leased = unix(), source.batches.leased(step)
         then = told(source, step + 1, layout_of(recorder.started.circumstances))
         got = unix()
@@ -81,10 +90,11 @@ def run(config: Config, stage: Stage) -> None:
         if metrics is not None:
             metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, got, unix()), Stood()))
         known = directories.directory(source.folder, step + 1)
-        if stage.replays and then is not None and made.weights != then.weights and known.is_dir():
-            found = differences(known, built)
-            if place.rank == 0:
-                _note(config, Compared(step + 1, tuple(found)))
+        checked = stage.replays and then is not None and made.weights != then.weights and known.is_dir()
+        found = Finding(step + 1, tuple(differences(known, built)) if checked else (), tuple(stale))
+        if place.rank == 0 and (found.tensors or found.stale):
+            with JsonLines(config.run.dir / FINDINGS) as lines:
+                lines.append(msgspec.json.encode(found) + b"\n")
     if stage.saves and stage.last > done:
         saver = Saver(config, built, adam)
         saver.save(stage.last)
@@ -92,9 +102,24 @@ def run(config: Config, stage: Stage) -> None:
     mesh.stop()
 
 
-def _note(config: Config, compared: Compared) -> None:
-    with JsonLines(config.run.dir / DIFFERENCES) as lines:
-        lines.append(msgspec.json.encode(compared) + b"\n")
+class TokenCheck:
+    """Looks for tokens that fit another version than theirs, while the weights of each version pass by. Every rank makes the same calls."""
+
+    def __init__(self, learner: Learner, source: Source, last: int) -> None:
+        self._learner, self._batches, self._last = learner, source.batches, last
+        self._scored: dict[int, dict[int, LogProbs]] = {}
+
+    def at(self, step: int) -> list[Stale]:
+        """Score the tokens of this version and the next with the current weights, version `step`; return the findings of the batch
+        of that step, whose versions have all passed by."""
+        for later in range(step, self._last):
+            leased = self._batches.leased(later)
+            if min(item.oldest_version for item in leased.items) > step + 1:
+                break
+            self._scored.setdefault(later, {})[step] = self._learner.scored(leased)
+        items = self._batches.leased(step).items
+        trajectories = {i: decode(self._batches.frames([item], (), False)) for i, item in enumerate(items)}
+        return agreement.stale(step + 1, trajectories, self._scored.pop(step, {}))
 
 
 def main() -> None:

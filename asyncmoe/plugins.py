@@ -6,10 +6,9 @@ Every process that needs a name imports it: from the working directory first, th
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
@@ -41,7 +40,7 @@ _AGAIN_S = 1.0
 """Seconds between alarms: code that catches everything is interrupted again until it ends."""
 _OURS = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
-_LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 
 def is_name(text: str) -> bool:
@@ -259,7 +258,7 @@ def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the first of (frame, line number) pairs in the user's own code, else the first in an installed package; "" if there is
     none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
-    own = (one for one in lines if not one[0].startswith(("<", *_LIBRARIES)))
+    own = (one for one in lines if not one[0].startswith(("<", *LIBRARIES)))
     installed = (one for one in lines if one[0].startswith(_INSTALLED))
     return next((f"{short(file)}:{line}" for file, line in (*own, *installed)), "")
 
@@ -282,29 +281,3 @@ def source_digest(target: str) -> str:
     """Return the SHA-256 in hex of the file of a loaded target's module; "" if it has no file."""
     file = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def sources(target: str) -> dict[Path, Path]:
-    """Return the source files of a loaded target, by path below a folder from which they can be imported: its module, the user's own
-    modules that it imports, directly or not, and the packages of all these. Installed packages are left out."""
-    found, left = dict[Path, Path](), {target.partition(":")[0]}
-    while left:
-        name = left.pop()
-        module = sys.modules.get(name)
-        file = Path(getattr(module, "__file__", None) or "")
-        place = Path(*name.split("."), "__init__.py") if file.name == "__init__.py" else Path(*name.split(".")).with_suffix(".py")
-        if place in found or file.suffix != ".py" or str(file).startswith(_LIBRARIES):
-            continue
-        found[place] = file
-        left |= {name.rpartition(".")[0], *_imported(file.read_text(encoding="utf-8"), getattr(module, "__package__", None) or "")} - {""}
-    return found
-
-
-def _imported(source: str, package: str) -> Iterator[str]:
-    """Yield the names of all modules that a module of this package may import."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            begin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield from (begin, *(f"{begin}.{one.name}" for one in node.names))

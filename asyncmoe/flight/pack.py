@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -70,12 +71,10 @@ def pack(run_dir: Path, first: int, last: int, out: Path) -> list[str]:
         if (checkpoint := source.checkpoint(start)) is not None:
             _copy(checkpoint, folder / directories.FOLDER / checkpoint.name, kept)
         _model(config, [one.config for one in starts], folder, start)
-        own = [target for target, _ in config.objective.own.values()]
-        for target in [*own, *filter(plugins.is_name, [config.model.family])]:
-            plugins.load(target, "objective", forms=plugins.FORM, wanted="the run's own code")
-            for place, file in plugins.sources(target).items():
-                (folder / PLUGINS / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, folder / PLUGINS / place)
+        for name, file in _own_modules(config):
+            place = folder / PLUGINS / Path(*name.split("."), *(["__init__"] if file.stem == "__init__" else [])).with_suffix(".py")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, place)
         known = belonging.read(run_dir)
         assert known is not None  # `Batches` has read it
         packed = belonging.Belonging(belonging.FORM, known.of, begun=True)
@@ -87,6 +86,19 @@ def pack(run_dir: Path, first: int, last: int, out: Path) -> list[str]:
     for name, one in sealed.items():
         parts[name.partition("/")[0]] += one.nbytes
     return [f"{part}: {storage.size(nbytes)}" for part, nbytes in parts.items()]
+
+
+def _own_modules(config: Config) -> list[tuple[str, Path]]:
+    """Import the user's own code that training needs; return name and file of each module that this imports, without installed packages.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    before = {*sys.modules}
+    for target in [target for target, _ in config.objective.own.values()] + [*filter(plugins.is_name, [config.model.family])]:
+        plugins.load(target, "objective", forms=plugins.FORM, wanted="the run's own code")
+    found = [(name, Path(getattr(sys.modules[name], "__file__", None) or "")) for name in sys.modules.keys() - before]
+    return [(name, file) for name, file in found if file.suffix == ".py" and not str(file).startswith(plugins.LIBRARIES)]
 
 
 def verify(out: Path) -> None:

@@ -56,5 +56,5 @@ def configured(folder: Path, saves: Sequence[int], steps: Sequence[int], starts:
     lines: list[msgspec.Struct] = []
     for step in steps:
         lines += [records.Started(step - 1, values, {"torch": "2"}, ("a",), True)] if step - 1 in starts else []
-        lines.append(records.TrainedStep(step, "0" * 16, (), (False,), b"\1", 0.5, (0.25,), (1.0,), b"\2", b"\3", b"\4"))
+        lines.append(records.TrainedStep(step, "0" * 16, (), (False,), b"\1", 0.5, (0.25,), (1.0,), (b"\2",), b"\3", b"\4"))
     (folder / records.TRAINED).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

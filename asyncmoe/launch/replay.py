@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import yaml
 from asyncmoe import config as configuration
 from asyncmoe import models, storage
 from asyncmoe.checkpoints import directories, intact
+from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.config import Config, moved
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
-from asyncmoe.flight import compare, records
+from asyncmoe.flight import compare, pack, records
 from asyncmoe.flight.batches import Batches
 from asyncmoe.flight.records import Recorded
 from asyncmoe.flight.source import Source, Stretch, ranges
@@ -52,7 +54,7 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str], tokens:
         UserError: the steps cannot be trained again.
         AsyncmoeError: a rank failed.
     """
-    source = Source.of(run_dir)
+    source = _opened(run_dir)
     first, last = steps or source.newest
     done, scratch = source.base(first - 1), Scratch()
     target = scratch.path / "replay"
@@ -70,7 +72,7 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
         UserError: as `replay`; the directory exists.
         AsyncmoeError: a rank failed.
     """
-    source, last = Source.of(run_dir), at
+    source, last = _opened(run_dir), at
     while last + 1 in source.steps:
         last += 1
     if last == at:
@@ -105,6 +107,16 @@ def against(run_dir: Path, other: Path) -> bool:
         got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
         raise UserError("--against", got=got, expected="two runs that have records of the same steps")
     return _compare(one, two, range(both[0], both[-1] + 1), batches)
+
+
+def _opened(run_dir: Path) -> Source:
+    """Open a run or a pack, whose files are verified and whose plug-ins are found from now on. Raises UserError."""
+    if (run_dir / MANIFEST).exists():
+        pack.verify(run_dir)
+        own = str((run_dir / pack.PLUGINS).absolute())
+        sys.path.insert(1, own)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
+    return Source.of(run_dir)
 
 
 def _train(

@@ -95,7 +95,7 @@ class World:
                 "orphan_s": 20.0,
                 "max_total_tokens": 4096,
             },
-            "log": {"piece_tokens": 12},
+            "log": {"piece_tokens": 12, "keep": 12},
             "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
             "sync": {"timeout_s": 20.0, "verify_every": 2},
             "cluster": {"heartbeat_timeout_s": 6.0},

@@ -88,6 +88,8 @@ async def test_space_is_bounded(home: Home, tmp_path: Path, recorded: int) -> No
     again = await live(home, life.kill(tmp_path / "again"), 57)
     assert again.queue.ledger.leased == 3 * BATCH
     assert 35 < again.log.state.recorded_since(60) + recorded <= 55
+    for place in again.log.state.recorded[55 - recorded].oldest:
+        again.log.payloads.read_at(place.position)  # raises if it was deleted
     assert await again.log.forget(57) > 50 * recorded
     again.log.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = ["Hello", "Commit", "record", "Commit", "record", "Saved", "begin"]
+STEP = ["Commit", "begin", "record"]
 
 
 def test_the_end_of_a_warm_up_is_saved_before_it_is_published() -> None:
@@ -20,6 +21,7 @@ def test_the_end_of_a_warm_up_is_saved_before_it_is_published() -> None:
     assert found == {
         "Publisher": [*WARM_UP, "Goodbye", "close"],
         "AtOnce": [*WARM_UP, "Goodbye", "close"],
+        "recorded": ["Hello", "begin", *STEP, *STEP, "Saved", "Commit", "record", "Saved", "Goodbye", "close"],
         "resumed": ["Hello", "begin", "Goodbye", "close"],
         "failing": [*WARM_UP, "failed"],
         "last": {

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from asyncmoe.config import Config
 from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rpc.messages import Evaluated, Evaluations, Hello, Lease, Leased, Welcome
 from asyncmoe.trainer import loop
@@ -17,6 +18,7 @@ from asyncmoe.trainer.batch_trainer import Learned
 from tests.configs import demo
 
 CONFIG = demo("warmup.steps=2", "run.steps=3", "evaluation.every=2")
+RECORDED = demo("warmup.steps=2", "run.steps=3", "evaluation.every=0", "log.keep=2")
 
 
 class Client:
@@ -89,11 +91,11 @@ class AtOnce(Willing):
         raise RunStopping("the run is being stopped, and its engines have not started")
 
 
-def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) -> list[str]:
+def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False, config: Config = CONFIG) -> list[str]:
     """Run the loop from step `done`; return what it did, with the error that ended it."""
     did: list[str] = []
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
-    trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops, known), kind(did)
+    trainer._config, trainer._client, trainer._sync = config, Client(did, stops, known), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
     trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]), scored=None, close=lambda: None)
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
@@ -116,4 +118,5 @@ if __name__ == "__main__":
     found = {kind.__name__: run(kind, True) for kind in (Publisher, AtOnce)}
     whole.collectives.everyones = lambda mine: [mine]
     last = {kind.__name__: run(kind, False, done=5) for kind in (Willing, AtOnce)} | {"known": run(Willing, False, done=5, known=True)}
+    found["recorded"] = run(Willing, False, done=2, config=RECORDED)
     print(json.dumps(found | {"resumed": run(AtOnce, True, done=2), "failing": run(Publisher, False), "last": last}))

@@ -26,8 +26,8 @@ class RunSection(Section):
     """Seed of every random draw: prompts, sampling."""
     deterministic: bool | None = None
     """The trainer computes the same bits again from the same record (`asyncmoe replay`), if parallel sizes, threads, type of processor and
-    library versions are the same. null: true on CPUs, where it costs nothing measurable, false on GPUs, where it is slower and
-    excludes trainer.megatron.moe_token_dispatcher_type flex."""
+    library versions are the same. null: true on CPUs, where a step takes 0.5 % longer (tiny mixture, one thread), false on GPUs, where the
+    price is unknown and trainer.megatron.moe_token_dispatcher_type flex is excluded."""
     new_data_at: NonNegative | None = None
     """Step of the checkpoint from which the run may resume with other task and evaluation keys than before; null: they must be the same."""
     controller_restarts: NonNegative = 2

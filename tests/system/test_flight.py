@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.telemetry import processes
+from tests import families
 from tests.system.runs import Command, json_lines, logs, metrics, refused, start, wait_for
 from tests.system.trained_once import WARM, process, trained
 
@@ -84,3 +85,36 @@ def test_two_hundred_steps_with_forty_faults(tmp_path: Path) -> None:
     same = forked(directory, WARM, tmp_path / "same")
     assert weights(same, tmp_path / "of-fork") == weights(directory, tmp_path / "of-run")
     assert len(json_lines(directory / "trained.jsonl")) > steps
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "layout", "train", "dtype"),
+    [
+        ("llama", "tp", "full", "float32"),
+        ("qwen3", "pp", "lora", "bfloat16"),
+        ("llama", "cp", "full", "bfloat16"),
+        ("qwen3_moe", "ep", "lora", "float32"),
+        ("mixtral", "tp", "full", "bfloat16"),
+        ("qwen3_moe", "cp", "full", "float32"),
+        ("deepseek", "pp", "full", "float32"),
+        ("deepseek", "ep", "lora", "bfloat16"),
+    ],
+)
+def test_every_kind_of_model_layout_and_dtype(
+    family: str, layout: str, train: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two threads a rank."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    families.write(tmp_path / "model", family)
+    directory, layouts = tmp_path / "run", {"ep": 1, layout: 2}
+    shape = (
+        f"train={train}",
+        f"trainer.dtype={dtype}",
+        f"engines.dtype={dtype}",
+        *(f"trainer.{key}={size}" for key, size in layouts.items()),
+    )
+    start(directory, *SHAPE, "run.steps=40", "warmup.steps=2", *shape).succeed(600.0, directory)
+    out, _ = Command("replay", str(directory)).succeed(600.0)
+    assert "steps 3 to 42: bit-equal" in out
+    assert json_lines(directory / "trained.jsonl")[0]["circumstances"]["threads"] == "2"

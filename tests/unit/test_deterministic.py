@@ -41,23 +41,22 @@ def environ() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def started(asked: bool | None) -> tuple[bool, bool]:
-    """Whether torch is deterministic, and whether cuBLAS is."""
+def started(asked: bool | None) -> tuple[bool, bool, bool]:
+    """Whether torch and cuBLAS are deterministic, and whether torch fills new memory."""
     environment.prepare(minimal(run={"dir": "run", "steps": 1, "deterministic": asked}))
-    return torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ, fills
 
 
 @pytest.mark.usefixtures("environ")
-@pytest.mark.parametrize(("asked", "on"), [(None, True), (True, True), (False, False)])
-def test_runs_on_cpus_are_deterministic_unless_the_user_says_no(asked: bool | None, on: bool) -> None:
-    assert started(asked) == (on, False)
-
-
-@pytest.mark.usefixtures("environ", "gpu")
-@pytest.mark.parametrize(("asked", "on"), [(None, False), (True, True), (False, False)])
-def test_runs_on_gpus_are_deterministic_if_the_user_says_so(asked: bool | None, on: bool) -> None:
-    assert started(asked) == (on, on)
-    assert not (on and torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("asked", "on_cpu", "on_gpu"), [(None, True, False), (True, True, True), (False, False, False)])
+def test_runs_are_deterministic_on_cpus_unless_and_on_gpus_if_the_user_says_so(
+    asked: bool | None, on_cpu: bool, on_gpu: bool, request: pytest.FixtureRequest
+) -> None:
+    assert started(asked) == (on_cpu, False, not on_cpu)
+    torch.set_deterministic_debug_mode("default")
+    request.getfixturevalue("gpu")
+    assert started(asked) == (on_gpu, on_gpu, not on_cpu)
 
 
 def test_variables_that_contradict_are_refused_by_name() -> None:

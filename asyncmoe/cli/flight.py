@@ -22,10 +22,10 @@ def replay(
         Path | None, typer.Option(metavar="RUN", help="Train nothing: compare the records of the two runs, and show where they part.")
     ] = None,
 ) -> None:
-    """Train recorded steps of a run again, without engines, and compare every bit.
+    """Train recorded steps of a run again, and compare every bit.
 
-    The ranks start on this machine, from the newest checkpoint before step A. The result is "bit-equal", or the first step and tensor
-    that differ and the likely reason; then the exit status is 1. Nothing is written to RUN. For example:
+    Needs no engines: ranks start on this machine, from the newest checkpoint before step A. The result is "bit-equal", or the first step
+    and tensor that differ and the likely reason; then the exit status is 1. Nothing is written to RUN. For example:
 
         asyncmoe replay runs/demo --step 30:40
 
@@ -55,7 +55,7 @@ def fork(
     at: Annotated[int, typer.Option(min=0, help="Step after which the fork parts from the run.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train the recorded batches of a run with other keys: what if, without sampling again.
+    """Train the recorded batches of a run with other keys.
 
     The fork is a run of its own, in run.dir=DIR or RUN-fork-AT. It ends with the recorded batches. For example:
 
@@ -76,7 +76,7 @@ def pack(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     steps: Annotated[str, typer.Option("--steps", metavar="A:B", help="Steps to pack.")],
 ) -> None:
-    """Pack everything that a replay of some steps needs into one directory, e.g. for a bug report.
+    """Pack what a replay of some steps needs, e.g. for a bug report.
 
     OUT is a run directory for asyncmoe replay and fork. It contains prompts and responses of these steps, but no keys, passwords or paths
     of this machine.

@@ -155,7 +155,7 @@ def show(
 
 
 def log(run_dir: RunPath) -> None:
-    """List the logs of a run, verify the checksum of each record, and say which steps can be replayed.
+    """Verify the logs of a run, and say which steps can be replayed.
 
     The command changes nothing, so the run may still be running. The exit status is 1 if a record is damaged. docs/log-format.md describes
     the file format.

@@ -104,7 +104,7 @@ class RunLog:
         """Return what a rollout worker that joins now must know of the log."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
-    async def resume(self, step: int, same: bool) -> tuple[Recovered, Sequence[Group]]:
+    async def resume(self, step: int, same: bool = False) -> tuple[Recovered, Sequence[Group]]:
         """Return the state from which the queue resumes for a trainer that has taken `step` steps, and its queued groups. `same`: as in
         `recover`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from asyncmoe.trainer.data.batch_client import Fetch, Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import Ranks
+from asyncmoe.trainer.learned import Learned
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.lr import lr_at
@@ -42,25 +43,6 @@ LogProbs = dict[int, np.ndarray]
 _NO_ADVANTAGE = np.zeros(1)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The result of training on a batch.
-
-    Attributes:
-        updates: metrics of each optimizer update, refused ones included.
-        anomalies: for each broken rule of `verify`, the value that broke it.
-        untrained: the rules that refused every update, joined by commas; "" unless all updates were refused.
-        schedule: the micro-batches of each update.
-        advantages: float32[n]; the advantage of each trajectory's outcome; empty in the warm-up.
-    """
-
-    updates: Sequence[StepMetrics]
-    anomalies: Mapping[str, float] = field(default_factory=dict)
-    untrained: str = ""
-    schedule: tuple[Ranks, ...] = ()
-    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 class Learner:

@@ -27,9 +27,10 @@ from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Span
 from asyncmoe.trainer import loaded_weights, start
-from asyncmoe.trainer.batch_trainer import Learned, Learner
+from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client, held
+from asyncmoe.trainer.learned import Learned
 from asyncmoe.trainer.model import checkpoint_choice, gpt, mesh
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from asyncmoe.trainer.objective import Plugins

@@ -19,7 +19,7 @@ from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.data.credit import credit_figures
 
 if TYPE_CHECKING:  # all import Megatron
-    from asyncmoe.trainer.batch_trainer import Learned
+    from asyncmoe.trainer.learned import Learned
     from asyncmoe.trainer.model.checkpoint_saver import Stood
     from asyncmoe.weights.sender.publisher import Published
 

@@ -24,7 +24,7 @@ from asyncmoe.trainer.model.digests import StateDigests
 if TYPE_CHECKING:  # import Megatron
     from megatron.core.optimizer import MegatronOptimizer
 
-    from asyncmoe.trainer.batch_trainer import Learned
+    from asyncmoe.trainer.learned import Learned
     from asyncmoe.trainer.model.gpt import Model
 
 log = logging.getLogger(__name__)

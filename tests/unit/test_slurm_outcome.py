@@ -37,7 +37,7 @@ class Job:
 
     def save(self, step: int) -> Path:
         checkpoints.start(self.config.run.dir, step)
-        return checkpoints.finish(self.config.run.dir, step, {"step": step}, keep=2)
+        return checkpoints.finish(self.config.run.dir, step, {"step": step}, checkpoints.Retention(2))
 
     def conclude(self, asked: Any, cause: AsyncmoeError | None = None, before: Path | None = None) -> None:
         outcome.conclude(WHERE, self.config, before, cause, asked)

@@ -14,7 +14,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rpc.messages import Evaluated, Evaluations, Hello, Lease, Leased, Welcome
 from asyncmoe.trainer import loop
-from asyncmoe.trainer.batch_trainer import Learned
+from asyncmoe.trainer.learned import Learned
 from tests.configs import demo
 
 CONFIG = demo("warmup.steps=2", "run.steps=3", "evaluation.every=2")
@@ -98,6 +98,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False, 
     trainer._config, trainer._client, trainer._sync = config, Client(did, stops, known), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
     trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]), scored=None, close=lambda: None)
+    trainer._recorder = SimpleNamespace(same=False, record=lambda *_: None)
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
     trainer._record = lambda *_: did.append("record")
     trainer._step = trainer._saved = done

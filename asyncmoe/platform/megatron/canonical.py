@@ -115,12 +115,19 @@ def held(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[H
     if any(hasattr(one, "gbuf_ranges") for one in members):
         for one in members:
             for parameter, own in own_ranges(one):
-                yield Held(parameter, own, partial(one._get_main_param_and_optimizer_states, parameter))
+                yield Held(parameter, own, partial(_own_states, one, parameter))
         return
     of_main = {main: one.optimizer for one in members for group in one.optimizer.param_groups for main in group["params"]}
     for parameter in parameters:
         main = getattr(parameter, "main_param", parameter)
         yield Held(parameter, range(parameter.numel()), partial(_states, of_main[main], main))
+
+
+def _own_states(member: Any, parameter: Any) -> Mapping[str, torch.Tensor]:
+    if member.config.use_precision_aware_optimizer and not member.optimizer.state:  # it has its masters from the first step on
+        return {}
+    states: Mapping[str, torch.Tensor] = member._get_main_param_and_optimizer_states(parameter)
+    return states
 
 
 def _states(optimizer: torch.optim.Optimizer, main: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:

@@ -265,7 +265,7 @@ class Leased(Message, frozen=True):
     stop: bool = False
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
     lineage: int = 0
-    """Number of restarts so far that trained steps again, as the log counts them. A step's weights differ between lineages."""
+    """Number of restarts so far that trained steps again with other weights, as the log counts them."""
     replayed: bool = False
     """An earlier trainer was granted this batch for this step: it is leased again unchanged."""
 

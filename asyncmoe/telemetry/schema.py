@@ -40,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[Count, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
-        Count, Metric("Restarts so far after which steps were retrained. A step has different weights in different lineages.")
+        Count, Metric("Restarts so far after which steps were retrained with other weights.")
     ] = None
 
     # Learning

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from asyncmoe.log.files import scan
 from asyncmoe.queue import records
@@ -53,10 +52,6 @@ def check(directory: Path, count: int) -> None:
     first: dict[int, dict[str, Any]] = {}
     for step in steps:
         before = first.setdefault(step["step"], step)
-        assert step["loss"] == pytest.approx(before["loss"], abs=1e-6)
-        assert step["entropy"] == pytest.approx(before["entropy"], abs=1e-5)
+        assert (step["loss"], step["entropy"], step["lineage"]) == (before["loss"], before["entropy"], 0), "the same bits"
     assert len(steps) > len(first), "steps that were trained again"
     assert min(step["grad_norm"] for step in steps) > 0, "every step changed the weights"
-    lineages = [step["lineage"] for step in steps]
-    assert lineages == sorted(lineages)
-    assert lineages[-1] >= 1

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from asyncmoe import config as configuration
-from asyncmoe.checkpoints import directories
+from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.flight import records
 from asyncmoe.flight.batches import Batches
 from asyncmoe.flight.records import Recorded, Started
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,15 @@ class Source:
         return directories.directory(self.folder, taken) if directories.directory(self.folder, taken).exists() else None
 
     def base(self, step: int) -> int:
-        """Return the steps taken at the newest state with at most `step` steps. Raises DataError: there is none."""
-        if earlier := [one for one in self.bases if one <= step]:
-            return earlier[-1]
+        """Return the steps taken at the newest state with at most `step` steps, without regard to checkpoints that are damaged.
+
+        Raises:
+            DataError: there is none.
+        """
+        for one in reversed([one for one in self.bases if one <= step]):
+            if (checkpoint := self.checkpoint(one)) is None or (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is None:
+                return one
+            log.warning("%s is damaged: %s; training begins earlier", checkpoint.name, fault)
         got = f"checkpoints of steps {ranges(self.bases)}" if self.bases else "no checkpoint"
         hint = "log.keep keeps more steps, with the checkpoint before them"
         raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=hint)

@@ -13,7 +13,7 @@ import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe import models, storage
-from asyncmoe.checkpoints import directories, intact
+from asyncmoe.checkpoints import directories
 from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.config import Config, moved
 from asyncmoe.config.telemetry import TelemetrySection
@@ -141,8 +141,6 @@ def _train(
     parts = source.stretches(done, last)
     parts = [Stretch(parts[0].start, done, last)] if forks else parts
     for part in parts:
-        if checkpoint is not None and (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
-            raise intact.refused(checkpoint, fault)
         config = _config(source, part, target, overrides)
         begin = "" if checkpoint is None else str(checkpoint.absolute())
         stage = Stage(str(source.folder.absolute()), begin, part.last, not forks, keeps or part is not parts[-1], tokens)

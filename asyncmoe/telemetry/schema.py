@@ -39,9 +39,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[Count, Metric("Version of the weights after the step.")] = None
-    lineage: Annotated[
-        Count, Metric("Restarts so far after which steps were retrained with other weights.")
-    ] = None
+    lineage: Annotated[Count, Metric("Restarts so far after which steps were retrained with other weights.")] = None
 
     # Learning
     reward_mean: Annotated[Amount, Metric("Mean reward of the batch.", "reward", word="reward")] = None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncmoe import config as configuration
-from asyncmoe.checkpoints import directories, intact
+from asyncmoe.checkpoints import directories
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.flight import agreement
 from asyncmoe.flight.agreement import Stale
 from asyncmoe.flight.records import TrainedStep
@@ -69,7 +69,7 @@ def run(config: Config, stage: Stage) -> None:
     place, plugins = start.join(config)
     first = Path(stage.checkpoint) if stage.checkpoint else None
     if first is not None and (fault := checkpoint_choice.agreed_fault(first, place)) is not None:
-        raise intact.refused(first, fault)
+        raise DataError(str(first), got=fault, expected="undamaged files", hint="move it away, and training begins with an earlier one")
     built, adam, done = start.load(config, place, first)
     routing = models.kept_routing(config, built.hf)
     samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))

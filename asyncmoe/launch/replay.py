@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -217,13 +219,14 @@ def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches 
         loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
         print(compare.text(found, groups), *compare.reasons(recorded.starts[found.step], mine.starts[found.step]), sep="\n  ")
         print(f"{where}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
+    stale = sorted(((at.claimed, one.step, at) for one in findings for at in one.stale), key=itemgetter(0, 1))
+    for version, each in groupby(stale, itemgetter(0)):
+        (_, step, at), *more = each
+        which = f"tokens {at.tokens[0]} to {at.tokens[1] - 1} of {items(step)[at.position].key} in step {step}, and {len(more)} more parts"
+        print(f"an engine served version {version - 1} as {version}: {which}, are {at.before:.2g} nats from it, not {at.difference:.2g}")
     for one in findings:
-        for at in one.stale:
-            key = items(one.step)[at.position].key
-            which = f"tokens {at.tokens[0]} to {at.tokens[1] - 1} of {key} say version {at.claimed}"
-            print(f"step {one.step}: {which}, but fit version {at.claimed - 1}: {at.before:.2g} nats apart, not {at.difference:.2g}")
         if one.tensors:
             worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
             share = f"{worst.largest / (worst.magnitude or 1.0):.2g} of its largest weight, elements {worst.first} to {worst.last}"
             print(f"weights after step {one.step}: {len(one.tensors)} tensors differ, most in {worst.name} ({share})")
-    return found is None and not any(one.stale for one in findings)
+    return found is None and not stale

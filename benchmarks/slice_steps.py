@@ -49,9 +49,10 @@ def settings(layers: int) -> dict[str, Any]:
 class Steps:
     """A model with random weights, always the same, and one batch.
 
-    The learning rate is 0, so that a token's experts are the same whether they are replayed or chosen again.
+    The learning rate is 0 by default, so that a token's experts are the same whether they are replayed or chosen again.
 
     Attributes:
+        batches: the micro-batch, by whether experts are replayed.
         planned: bytes that `asyncmoe plan` expects a step to take.
     """
 
@@ -60,22 +61,22 @@ class Steps:
         hf, config = settings(layers), parse({**run, "trainer": {"tokens_per_microbatch": COUNT * TOKENS, **trainer}})
         torch.manual_seed(0)
         model_parallel_cuda_manual_seed(0)
-        self._built = gpt.build(hf, config, place)
-        self._adam, replay = optimizer.build(config, self._built), start.replay(config, self._built)
+        self.built = gpt.build(hf, config, place)
+        self.adam, replay = optimizer.build(config, self.built), start.replay(config, self.built)
         assert replay is not None
         self._replay = replay
         known = dict(enumerate(demonstrations(COUNT, TOKENS, hf["vocab_size"])))
-        self._batches = {False: self._packed(known, False)}
-        self._batches[True] = self._packed(self._recorded(known), True)
+        self.batches = {False: self._packed(known, False)}
+        self.batches[True] = self._packed(self._recorded(known), True)
         parts = memory.trainer(hf, trainer_parallel(config), budget.training(config, hf, cpu=not CARD))[0].parts
         self.planned = sum(nbytes for name, nbytes in parts.items() if name not in _BETWEEN_STEPS)
         # A backward pass takes twice the operations of a forward pass; recomputation is not counted.
         self._operations = 3 * operations(family_of(hf).shape_of(hf), [TOKENS] * COUNT)
 
-    def take(self, replayed: bool) -> tuple[float, StepMetrics]:
+    def take(self, replayed: bool, lr: float = 0.0) -> tuple[float, StepMetrics]:
         """Take a step; return its seconds too."""
         begin = time.perf_counter()
-        metrics = train_step(self._built, self._adam, [self._batches[replayed]], SupervisedLoss(), 0.0, replay=self._replay)
+        metrics = train_step(self.built, self.adam, [self.batches[replayed]], SupervisedLoss(), lr, replay=self._replay)
         if CARD:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, metrics
@@ -91,7 +92,7 @@ class Steps:
         step, metrics = median(seconds for _, (seconds, _) in turns), turns[-1][1][1]
         launches, busy = traced(lambda: self.take(True), trace)
         return {
-            "switches": (self._built.switches.text, ""),
+            "switches": (self.built.switches.text, ""),
             "step": (step, "s"),
             "replay_share": (median(kept / plain for (plain, _), (kept, _) in turns) - 1, "of a step without replay"),
             "other_experts": (
@@ -109,7 +110,7 @@ class Steps:
 
     def free(self) -> None:
         """Give back the memory of weights and gradients. Hooks of Megatron's data parallelism keep the model alive."""
-        for parameter in self._built.ddp[0].parameters():
+        for parameter in self.built.ddp[0].parameters():
             parameter.main_grad.untyped_storage().resize_(0)
             parameter.data = parameter.data.new_empty(0)
 
@@ -124,9 +125,9 @@ class Steps:
         def remember(_module: object, _inputs: object, out: Any) -> None:
             chosen.append(torch.nonzero(out[1])[:, 1].reshape(out[1].shape[0], -1).cpu().numpy())
 
-        routers = (module for module in self._built.chunks[0].modules() if type(module).__name__ == "TopKRouter")
+        routers = (module for module in self.built.chunks[0].modules() if type(module).__name__ == "TopKRouter")
         hooks = [router.register_forward_hook(remember) for router in routers]
-        logprobs_only(self._built, [self._batches[False]], [TOKENS] * COUNT, 1.0)
+        logprobs_only(self.built, [self.batches[False]], [TOKENS] * COUNT, 1.0)
         for hook in hooks:
             hook.remove()
         routes = np.stack(chosen, axis=1).astype(np.int32).reshape(COUNT, TOKENS, len(chosen), -1)[:, :-1]

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+PARTS = {
+    ("whole_update",): "digests_equal",
+    ("slice", "local"): "full_loss",
+    ("head",): "peak",
+    ("deterministic_steps", "local"): "digest_share",
+}
 
-@pytest.mark.parametrize(("part", "found"), [(("whole_update",), "digests_equal"), (("slice", "local"), "full_loss"), (("head",), "peak")])
+
+@pytest.mark.parametrize(("part", "found"), PARTS.items())
 def test_a_part_runs_without_a_gpu(tmp_path: Path, part: tuple[str, ...], found: str) -> None:
     name, *arguments = part
     command = [sys.executable, "-m", f"tests.gpu.bundle.{name}", *arguments, str(tmp_path / "result.json")]

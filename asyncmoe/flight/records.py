@@ -40,8 +40,8 @@ class Started(msgspec.Struct, frozen=True):
 class TrainedStep(msgspec.Struct, frozen=True):
     """A step of reinforcement learning. Warm-up steps have no record.
 
-    Digests are arrays of little-endian uint64, one for each of `Started.tensors`. They do not depend on the parallel layout
-    (`asyncmoe.trainer.model.digests`).
+    Digests are arrays of little-endian uint64, one for each of `Started.tensors`, or empty unless the trainer is deterministic. They do not
+    depend on the parallel layout (`asyncmoe.trainer.model.digests`).
 
     Attributes:
         step: steps taken, this one included, as in metrics.jsonl. The step trained the lease of number `step - 1`.

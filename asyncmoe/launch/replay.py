@@ -212,7 +212,9 @@ def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches 
         return batches.leased(step - 1).items if batches is not None and step - 1 in batches.kept else ()
 
     found = compare.first_difference(recorded, mine, steps)
-    if found is None:
+    if found is None and not all(one.steps[steps[-1]].weights for one in (recorded, mine)):
+        print(f"{where}: losses and gradient norms are equal; nothing is known of the rest, because not both were deterministic")
+    elif found is None:
         print(f"{where}: bit-equal (losses, gradients, weights, optimizer)")
     else:
         groups = [item.group for item in items(found.step)]

@@ -45,7 +45,9 @@ class StepRecorder:
     """
 
     def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer, done: int, plugins: Mapping[str, str]) -> None:
-        self._digests, self._first = StateDigests(model, optimizer), model.mesh.rank == 0
+        # Without determinism digests prove nothing, and on a GPU they take some percent of a step.
+        wanted = deterministic.wanted(config)
+        self._digests, self._first = StateDigests(model, optimizer) if wanted else None, model.mesh.rank == 0
         self._gradient: list[bytes] = []
         self._lines: JsonLines | None = None
         self._before = Recorded({}, {})
@@ -53,8 +55,8 @@ class StepRecorder:
             done,
             config.model_dump(mode="json"),
             circumstances(config, plugins),
-            self._digests.tensors,
-            deterministic.wanted(config),
+            self._digests.tensors if self._digests else (),
+            wanted,
         )
         if self._first:
             self._before = _before(config, done)
@@ -71,7 +73,7 @@ class StepRecorder:
             allowed = guard(values)
             if "loss" in values:
                 gradient.append(b"")
-            elif allowed:
+            elif allowed and self._digests:
                 gradient[-1] = self._digests.gradient().astype("<u8").tobytes()
             return allowed
 
@@ -93,8 +95,8 @@ class StepRecorder:
             loss=tuple(update.loss for update in learned.updates),
             grad_norm=tuple(update.grad_norm for update in learned.updates),
             gradient=tuple(self._gradient),
-            weights=self._digests.weights().astype("<u8").tobytes(),
-            optimizer=self._digests.optimizer().astype("<u8").tobytes(),
+            weights=self._digests.weights().astype("<u8").tobytes() if self._digests else b"",
+            optimizer=self._digests.optimizer().astype("<u8").tobytes() if self._digests else b"",
         )
         differs = self._differs(made) if self.same and self._first else ""
         if told := collectives.everyones(differs)[0] if self.same else "":

@@ -59,6 +59,17 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, which tests only read."""
+    from asyncmoe.config.model import MadeModel
+    from asyncmoe.models.make import make_model
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, MadeModel(), seed=0)
+    return path
+
+
 @pytest.fixture
 def session() -> str:
     """The name of a transfer that no other test shares."""

@@ -160,9 +160,7 @@ def ways() -> list[Any]:
 
 
 @pytest.mark.parametrize(("engine", "ranks", "how"), ways())
-def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
-    stages: Stages, tmp_path: Path, engine: str, ranks: int, how: str
-) -> None:
+def test_parameters_are_those_sglangs_loader_makes(stages: Stages, tmp_path: Path, engine: str, ranks: int, how: str) -> None:
     stage = stages(engine)
     first, a, b = stage.checkpoints
     publications = {layout: list(zip((a, b, a, first), stage.versions(4), strict=True)) for layout in LAYOUTS[ranks]}
@@ -314,9 +312,7 @@ def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages
     assert not any(wrong(stage.held(), stage.rig.expected(b)))
 
 
-def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_of_two_engines_dies_the_other_is_sent_the_version_again(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGLangProcess, "died", None)  # nobody is left to tell
     stage = stages("pair")
     _, a, b = stage.checkpoints

@@ -119,9 +119,7 @@ def load(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(("interruption", "aborts"), [("in_place", False), ("in_place", True), ("abort_resume", False), ("retract", False)])
-def test_every_token_of_every_group_has_the_version_that_sampled_it(
-    load: Load, reference: Any, thorough: bool, interruption: Interruption, aborts: bool
-) -> None:
+def test_every_token_has_its_version(load: Load, reference: Any, thorough: bool, interruption: Interruption, aborts: bool) -> None:
     cuts, answered, load.records = load.cuts, load.answered, []
     load.rig.run(load.updates(60 if thorough else 10, interruption, aborts))
     assert load.answered - answered >= CLIENTS

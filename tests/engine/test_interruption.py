@@ -118,9 +118,7 @@ def check(played: Played, models: Sequence[Any], keep: bool) -> None:
     ("interruption", "turns", "versions"),
     [("in_place", 1, [0, 1, 2]), ("abort_resume", 3, [0, 1, 2]), ("abort_retry", 1, [2]), ("drain", 1, [0])],
 )
-def test_a_response_has_the_versions_of_its_mode(
-    rig: Rig, oracles: list[Oracle], interruption: Interruption, turns: int, versions: list[int]
-) -> None:
+def test_versions_are_of_the_mode(rig: Rig, oracles: list[Oracle], interruption: Interruption, turns: int, versions: list[int]) -> None:
     """In place keeps keys and values; a resumed response recomputes its prefixes, a retried one is discarded."""
     played = Played(rig, oracles, interruption)
     assert (played.turns, played.versions) == (turns, versions)

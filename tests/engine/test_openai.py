@@ -49,9 +49,7 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
     assert agent == "two_questions" or stopped > 0
 
 
-def test_a_client_that_goes_back_makes_a_tree_whose_paths_are_recorded_as_sampled(
-    untouched: Rig, model: Path, tokenizer: Tokenizer
-) -> None:
+def test_paths_of_a_client_that_goes_back_are_recorded_as_sampled(untouched: Rig, model: Path, tokenizer: Tokenizer) -> None:
     oracle = Oracle(model)
     for paths in play(untouched, tokenizer, "goes_back", 2):
         first, other, edited = paths

@@ -237,9 +237,7 @@ def test_every_token_has_the_version_that_sampled_it(load: Load, reference: Any,
 
 
 @pytest.mark.parametrize(("interruption", "count"), [("abort_resume", 3), ("retract", 3), ("drain", 1)])
-def test_so_it_has_where_responses_do_not_stand_still(
-    load: Load, reference: Any, thorough: bool, interruption: Interruption, count: int
-) -> None:
+def test_also_where_responses_are_cut_short(load: Load, reference: Any, thorough: bool, interruption: Interruption, count: int) -> None:
     before, load.records = load.answered, []
     load.rig.run(load.updates(10 * count if thorough else count, interruption))
     assert load.answered - before >= CLIENTS

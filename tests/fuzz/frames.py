@@ -18,32 +18,9 @@ import zmq
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rpc import keys, local
+from asyncmoe.rpc import keys, local, messages
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, decode_request, encode
-from asyncmoe.rpc.messages import (
-    Commit,
-    EngineAlive,
-    EngineJoin,
-    EngineLeave,
-    EnginesAsk,
-    Evaluations,
-    FindWorker,
-    Goodbye,
-    Hello,
-    Lease,
-    Leased,
-    Message,
-    Saved,
-    WeightsAbort,
-    WeightsBegin,
-    WeightsBucket,
-    WeightsCommit,
-    WeightsFiles,
-    WeightsJoin,
-    WeightsStage,
-    Welcome,
-)
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trainer.data import held
@@ -64,28 +41,28 @@ _GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE" + b"\x00" *
 def session(made: Config) -> list[bytes]:
     """Return one message of every kind, as the ranks of a run and its engines send them."""
     digest = made.digest
-    sent: list[Message] = [
-        Hello(0, 1, digest, 0),
-        Lease(0, "warmup", 4, 0, 0.02),
-        Lease(2, "rl", 4, 0, 0.02),
-        FindWorker(1, 0.02),
-        Commit(0),
-        Commit(2),
-        Saved(2),
-        Evaluations(2, 0.02),
-        Goodbye(0, False),
-        EnginesAsk(0.02),
-        WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "reshard", 1),
-        WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "broadcast", 1),
-        WeightsStage(1, False),
-        WeightsBegin(1),
-        WeightsBucket(1, ("model.embed_tokens.weight",), ("float32",), ((280, 64),)),
-        WeightsCommit(1, ({"weight": "1"},), 1),
-        WeightsFiles(1, "/tmp/version_1", ({"model.norm.weight": "0" * 16},)),
-        WeightsAbort(1, "the sender failed"),
-        EngineJoin("engine.7", "http://127.0.0.1:9", "key", "host", 1, 1, digest),
-        EngineAlive("engine.0", 0.02),
-        EngineLeave("engine.0", ""),
+    sent: list[messages.Message] = [
+        messages.Hello(0, 1, digest, 0),
+        messages.Lease(0, "warmup", 4, 0, 0.02),
+        messages.Lease(2, "rl", 4, 0, 0.02),
+        messages.FindWorker(1, 0.02),
+        messages.Commit(0),
+        messages.Commit(2),
+        messages.Saved(2),
+        messages.Evaluations(2, 0.02),
+        messages.Goodbye(0, False),
+        messages.EnginesAsk(0.02),
+        messages.WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "reshard", 1),
+        messages.WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "broadcast", 1),
+        messages.WeightsStage(1, False),
+        messages.WeightsBegin(1),
+        messages.WeightsBucket(1, ("model.embed_tokens.weight",), ("float32",), ((280, 64),)),
+        messages.WeightsCommit(1, ({"weight": "1"},), 1),
+        messages.WeightsFiles(1, "/tmp/version_1", ({"model.norm.weight": "0" * 16},)),
+        messages.WeightsAbort(1, "the sender failed"),
+        messages.EngineJoin("engine.7", "http://127.0.0.1:9", "key", "host", 1, 1, digest),
+        messages.EngineAlive("engine.0", 0.02),
+        messages.EngineLeave("engine.0", ""),
         EngineNode("engine.8", 1, 2, "start", "host", "name", "", "", 0.02, digest),
         EngineNodeEnd("engine.8", 1, "start", "its server is lost"),
     ]
@@ -215,7 +192,7 @@ def _tame(random: Random, payload: bytes) -> bytes | None:
         request = decode_request(payload)
     except AsyncmoeError:
         return payload
-    if isinstance(request, Goodbye | WeightsAbort) and random.random() > _RARE:
+    if isinstance(request, messages.Goodbye | messages.WeightsAbort) and random.random() > _RARE:
         return None
     if getattr(request, "wait_s", 0.0) > _MAX_WAIT_S and random.random() < 0.999:
         request = msgspec.structs.replace(request, wait_s=_MAX_WAIT_S)
@@ -277,11 +254,11 @@ def works(attacked: Attacked) -> None:
         assert time.monotonic() < until, "the run did not end"
         time.sleep(0.05)
     with Client(attacked.rendezvous(), "trainer.0") as client:
-        welcome, _ = client.ask(Hello(0, 1, digest, 0), 30.0)
-        assert isinstance(welcome, Welcome)
-        leased, _ = client.ask(Lease(0, "warmup", 4, 0, 20.0), 30.0)
-        assert isinstance(leased, Leased)
+        welcome, _ = client.ask(messages.Hello(0, 1, digest, 0), 30.0)
+        assert isinstance(welcome, messages.Welcome)
+        leased, _ = client.ask(messages.Lease(0, "warmup", 4, 0, 20.0), 30.0)
+        assert isinstance(leased, messages.Leased)
         assert len(leased.items) == 4
         frames, each = held.fetch(client, leased.items, None, True), frames_in(1)
         assert [decode(frames[at : at + each]).key for at in range(0, len(frames), each)] == [item.key for item in leased.items]
-        client.ask(Commit(0), 30.0)
+        client.ask(messages.Commit(0), 30.0)

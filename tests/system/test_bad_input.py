@@ -18,7 +18,6 @@ pytestmark = pytest.mark.system
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.tpp=2"], ["trainer.tpp", "unknown key", "tp, pp, ep"]),
         (["model.make=null"], ["/model", "expected"]),
         (["scoring.scorer=json:reward"], ["scoring.scorer: got json:reward"]),
         pytest.param(["log.redis=unix:///absent"], ["log.redis: unix:///absent (", "does not answer: bring it back"], marks=needed()),

@@ -43,6 +43,7 @@ def test_a_run_trains_and_says_what_it_did(finished: Path) -> None:
     assert summary["steps"] == 6
     assert summary["max_staleness_seen"] <= 1
     assert summary["pause_ms_median"] > 0
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
 
 
 def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
@@ -56,13 +57,6 @@ def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
         assert found["version"] <= found["version_min"] <= found["version_max"] <= 10
     assert any(first["time"] < step["time"] < last["time"] for step in steps if step["phase"] == "rl")
     assert "Evaluation" in figures_of(finished / "report.html")["Learning"]
-
-
-def test_engine_and_trainer_agree_at_the_same_version(finished: Path) -> None:
-    summary = summary_of(finished)
-    assert summary["max_abs_logprob_diff_same_version"] is not None
-    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
-    assert (summary["same_version_tokens"], summary["same_version_versions"]) >= (1, 1)
 
 
 def test_a_healthy_run_breaks_no_rule_and_every_process_ends_its_heartbeats(finished: Path) -> None:
@@ -101,12 +95,6 @@ def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -
         ages = Counter(str(step["step"] - 1 - one.version) for one in said)
         assert ages == step["ages"]
         assert all(one.mismatch is not None and 0 <= one.mismatch <= 2 for one in said)
-
-
-def test_samples_are_shown_as_text(finished: Path) -> None:
-    out, _ = Command("show", str(finished), "--worst", "--limit", "1").succeed(60.0)
-    assert "trained in step" in out
-    assert [f"response {number}" in out for number in range(5)] == [True] * 4 + [False]
 
 
 def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) -> None:

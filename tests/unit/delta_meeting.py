@@ -22,18 +22,7 @@ from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.reshard import RankLayout
-from asyncmoe.rpc.messages import (
-    Committed,
-    Done,
-    EngineInfo,
-    Engines,
-    EnginesAsk,
-    Reply,
-    Request,
-    WeightsAbort,
-    WeightsCommit,
-    WeightsStage,
-)
+from asyncmoe.rpc import messages
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import EngineRanks, MeetingOutcome, Terms
 from asyncmoe.weights.receiver import handshake, hosting, transfer_plan, worker
@@ -80,7 +69,7 @@ class Rig:
     hosted: MeetingFile
     receivers: list[worker.Receiver]
     senders: list[Sender] = field(default_factory=list)
-    asked: list[Request] = field(default_factory=list)
+    asked: list[messages.Request] = field(default_factory=list)
     before_commit: Callable[[], None] = lambda: None
 
     def change(self, share: float, seed: int = 0) -> None:
@@ -114,16 +103,16 @@ class Rig:
         with ThreadPoolExecutor(len(self.senders)) as threads:
             return list(threads.map(part, self.senders))
 
-    def ask(self, request: Request, timeout_s: float) -> tuple[Reply, Sequence[bytes]]:
+    def ask(self, request: messages.Request, timeout_s: float) -> tuple[messages.Reply, Sequence[bytes]]:
         """The controller's answer to rank 0."""
-        if isinstance(request, EnginesAsk):
-            return Engines(tuple(EngineInfo(e.name, e.tp, e.ep, 1, 0) for e in self.terms.engines), 1, 1), ()
+        if isinstance(request, messages.EnginesAsk):
+            return messages.Engines(tuple(messages.EngineInfo(e.name, e.tp, e.ep, 1, 0) for e in self.terms.engines), 1, 1), ()
         self.asked.append(request)
-        if not isinstance(request, WeightsCommit):
-            return Done(), ()
+        if not isinstance(request, messages.WeightsCommit):
+            return messages.Done(), ()
         self.before_commit()
         self.commit(request.version, request.update)
-        return Committed(request.version, (1.0,) * len(self.terms.engines)), ()
+        return messages.Committed(request.version, (1.0,) * len(self.terms.engines)), ()
 
     def commit(self, version: int, update: int) -> None:
         for model in self.workers.values():
@@ -149,10 +138,10 @@ class Rig:
         return found
 
     def staged_in_place(self) -> list[bool]:
-        return [request.in_place for request in self.asked if isinstance(request, WeightsStage)]
+        return [request.in_place for request in self.asked if isinstance(request, messages.WeightsStage)]
 
     def aborted(self) -> list[str]:
-        return [request.why for request in self.asked if isinstance(request, WeightsAbort)]
+        return [request.why for request in self.asked if isinstance(request, messages.WeightsAbort)]
 
     def end(self) -> None:
         for sender in self.senders:

@@ -8,19 +8,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncmoe.engines import types
 from asyncmoe.engines.engine import EngineHandle
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.types import (
-    ABORTED,
-    EngineLost,
-    Generation,
-    Listener,
-    ParsedCall,
-    PromptLogprobs,
-    Sampling,
-    Tokens,
-    VersionSpan,
-)
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
@@ -59,22 +49,22 @@ class FakeEngine:
 
     async def generate(
         self,
-        tokens: Tokens,
-        sampling: Sampling,
+        tokens: types.Tokens,
+        sampling: types.Sampling,
         salt: str,
         timeout_s: float,
         routed: int = 0,
         adapter: str | None = None,
-        listener: Listener | None = None,
+        listener: types.Listener | None = None,
         dp_rank: int | None = None,
-    ) -> Generation:
+    ) -> types.Generation:
         self._check(salt.split(".")[0] == str(self.version), f"began under version {self.version} with the salt {salt}")
         versions: list[int] = []
         aborting, until = self._aborting, time.monotonic() + timeout_s
         while len(versions) < sampling.max_new_tokens and aborting == self._aborting:
             await asyncio.sleep(0)
             if self.dead:
-                raise EngineLost(f"{self.name} is gone")
+                raise types.EngineLost(f"{self.name} is gone")
             if time.monotonic() > until:
                 raise WaitTimeout(self.name, "/generate", timeout_s)
             if not self.paused and not self.hangs:
@@ -83,14 +73,14 @@ class FakeEngine:
                 if listener is not None and listener.kept is None:
                     listener.hear([len(tokens) + len(versions) - 1])
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
-        finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
-        return Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+        finish = "length" if len(versions) == sampling.max_new_tokens else types.ABORTED
+        return types.Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> types.PromptLogprobs:
         await self._called()
-        return PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
+        return types.PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
 
-    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[types.ParsedCall, ...]:
         await self._called()
         return ()
 
@@ -162,7 +152,7 @@ class FakeEngine:
         await asyncio.sleep(0)
         failure = self.failures.popleft() if self.failures else None
         if self.dead:
-            raise EngineLost(f"{self.name} is gone")
+            raise types.EngineLost(f"{self.name} is gone")
         if failure is not None:
             raise failure(f"{self.name} refuses")
 
@@ -212,6 +202,6 @@ def coordinator_of(pool: Pool, published: list[int] | None = None, timeout_s: fl
     return made
 
 
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+def _spans(versions: Sequence[int]) -> tuple[types.VersionSpan, ...]:
     starts = [at for at, version in enumerate(versions) if not at or versions[at - 1] != version]
-    return tuple(VersionSpan(str(versions[a]), a, b) for a, b in zip(starts, [*starts[1:], len(versions)], strict=True))
+    return tuple(types.VersionSpan(str(versions[a]), a, b) for a, b in zip(starts, [*starts[1:], len(versions)], strict=True))

@@ -75,9 +75,7 @@ FRONT = "base_model.model.model.layers"
         (f"{FRONT}.0.mlp.experts", (3, 8), {"target_parameters": ["mlp.experts.down_proj"]}, r"experts\.lora_A\.weight: got \(3, 8\)"),
     ],
 )
-def test_tensors_that_do_not_fit_the_model_are_named(
-    tensor: str, shape_of: tuple[int, ...] | None, config: dict[str, Any], match: str
-) -> None:
+def test_tensors_that_do_not_fit_are_named(tensor: str, shape_of: tuple[int, ...] | None, config: dict[str, Any], match: str) -> None:
     files, name = peft.to_peft(shape(), random_adapter(shape(), ALL, 0), "base"), f"{tensor}.lora_A.weight"
     more = {} if shape_of is None else {name: np.zeros(shape_of, np.float32)}
     tensors = {other: value for other, value in files.tensors.items() if other != name} | more

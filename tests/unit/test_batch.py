@@ -115,15 +115,19 @@ def random_trajectory(number: int, mask: np.ndarray, version: np.ndarray, scale:
     return sampled(tokens, mask, logprobs, version, episode=number, prefix_version=int(version.max()))
 
 
+Case = tuple[dict[int, Trajectory], list[int], int, bool]
+"""Trajectories by index, the indices of a micro-batch, what its rows are a multiple of, and whether it is packed."""
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[dict[int, Trajectory], list[int], int, bool]:
+def batches(draw: st.DrawFn) -> Case:
     packed = draw(st.booleans())
     lengths = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=6 if packed else 1))
     known = {10 + i: trajectory(prompt + sampled, prompt, i, pure=i % 2 == 0) for i, (prompt, sampled) in enumerate(lengths)}
     return known, draw(st.permutations(list(known))), draw(st.sampled_from([1, 2, 4, 8])), packed
 
 
-def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch:
+def made(case: Case) -> MicroBatch:
     known, indices, multiple, packed = case
     count = 10 + len(known)
     both = {"advantages": np.arange(count) + 1.0, "weights": np.arange(count) / 7 + 1}
@@ -132,9 +136,7 @@ def made(case: tuple[dict[int, Trajectory], list[int], int, bool]) -> MicroBatch
 
 
 @given(batches())
-def test_every_sampled_token_is_the_target_of_the_row_before_it_and_nothing_else_counts(
-    case: tuple[dict[int, Trajectory], list[int], int, bool],
-) -> None:
+def test_every_sampled_token_is_the_target_of_the_row_before_it_and_nothing_else_counts(case: Case) -> None:
     known, indices, multiple, packed = case
     batch = made(case)
     for index, first, count in batch.places:
@@ -171,9 +173,7 @@ def test_every_sampled_token_is_the_target_of_the_row_before_it_and_nothing_else
 
 
 @given(batches(), st.sampled_from([2, 3, 4]))
-def test_context_parallel_ranks_hold_every_token_once_with_all_that_belongs_to_it(
-    case: tuple[dict[int, Trajectory], list[int], int, bool], cp: int
-) -> None:
+def test_context_parallel_ranks_hold_every_token_once_with_all_that_belongs_to_it(case: Case, cp: int) -> None:
     known, indices, tp, packed = case
     count = 10 + len(known)
     both = {"advantages": np.arange(count) + 1.0, "weights": np.arange(count) / 7 + 1}

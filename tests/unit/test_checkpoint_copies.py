@@ -183,10 +183,7 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
     copier.check(config(run, url))
     copier.check(config(run, None))
     path.rename(tmp_path / "lost")
-    with pytest.raises(
-        UserError,
-        match=r"run with a copy of step 3, expected no copies, as .*run has no checkpoint; restore it by asyncmoe checkpoints .*run --rest",
-    ):
+    with pytest.raises(UserError, match=r"a copy of step 3, expected no copies, .*; restore it by asyncmoe checkpoints .*run --restore"):
         copier.check(config(run, url))
 
 

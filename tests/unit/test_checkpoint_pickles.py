@@ -8,26 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import filesystem, metadata
 
 from asyncmoe.platform.megatron import reader
 
 
-def real(path: str = "__0_0.distcp") -> Metadata:
+def real(path: str = "__0_0.distcp") -> metadata.Metadata:
     """What torch writes for one tensor and one object."""
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
-    tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), [chunk])
-    places = {MetadataIndex("weight", [0, 0]): filesystem._StorageInfo(path, 0, 99)}
-    return Metadata({"weight": tensor, "state": BytesStorageMetadata()}, None, places, StorageMeta("run", "1"), "1.0.0")
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
+    tensor = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.bfloat16), torch.Size([2, 3]), [chunk])
+    places = {metadata.MetadataIndex("weight", [0, 0]): filesystem._StorageInfo(path, 0, 99)}
+    return metadata.Metadata(
+        {"weight": tensor, "state": metadata.BytesStorageMetadata()}, None, places, metadata.StorageMeta("run", "1"), "1.0.0"
+    )
 
 
 def test_what_torch_writes_is_read(tmp_path: Path) -> None:
@@ -65,7 +58,7 @@ def test_metadata_names_no_file_elsewhere(tmp_path: Path, path: Any) -> None:
         reader.metadata(tmp_path / "file")
 
 
-@pytest.mark.parametrize("payload", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(Metadata({}, None, None))])
+@pytest.mark.parametrize("payload", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(metadata.Metadata({}, None, None))])
 def test_damaged_metadata_is_refused(tmp_path: Path, payload: bytes) -> None:
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(reader.Unreadable):

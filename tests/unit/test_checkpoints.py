@@ -147,9 +147,7 @@ WINDOWS = st.one_of(st.integers(1, 60), st.just("all"))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 4), WINDOWS, st.integers(0, 20))
-def test_a_recorded_window_has_its_checkpoint_and_is_neither_too_short_nor_much_too_long(
-    gaps: list[int], keep: int, recorded: Any, warmup: int
-) -> None:
+def test_a_recorded_window_has_its_checkpoint_and_length(gaps: list[int], keep: int, recorded: Any, warmup: int) -> None:
     """Whichever steps are saved: the controller moves the window after each save, as it does here."""
     asked, steps = Retention(keep, recorded=recorded, warmup=warmup), [warmup, *(warmup + sum(gaps[: n + 1]) for n in range(len(gaps)))]
     left, since, most = set[int](), warmup, max(gaps)
@@ -191,9 +189,7 @@ def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:
     assert {one.name for one in place.iterdir() if one.is_dir()} == {"notes", "step-0000001x", "step-00000009.damaged", path.name, "step-9"}
 
 
-def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_the_last_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_its_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of system calls, which a power cut may interrupt anywhere."""
     run = tmp_path / "run"
     saved(run, 1)

@@ -68,8 +68,6 @@ def test_a_rule_may_stop_the_run_and_the_warm_up_wants_finite_values() -> None:
 
 
 @pytest.mark.parametrize(("progress", "apart", "checked"), [(0.0, 0.5, {"logprob_diff": 0.5}), (0.5, 0.5, {}), (0.0, None, {})])
-def test_only_the_first_update_of_a_batch_has_tokens_of_the_same_version(
-    progress: float, apart: float | None, checked: dict[str, float]
-) -> None:
+def test_only_a_first_update_has_tokens_of_its_version(progress: float, apart: float | None, checked: dict[str, float]) -> None:
     loss = PolicyLoss(ObjectiveSection(), 1.0, 3, progress=progress)
     assert loss.checked({"logprob_diff_max_same_version": apart, "train_infer_kl": 0.25}) == {"kl_engine": 0.25, **checked}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ GOOD: dict[str, Any] = {
     "model": {"path": "m", "make": {"layers": 2}},
     "task": {"kind": "arithmetic"},
 }
+DOWNWEIGHT = {"rule": "downweight", "downweight": 0.5}
 SOURCES = {"scorer": "mine:judge", "teacher": {"url": "http://127.0.0.1:1"}}
+
+
+def tools(names: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    return {"kind": "tools", "tools": {"names": names, **more}}
+
+
+PYTHON = tools(["python"])
 
 
 def with_value(path: str, value: Any) -> dict[str, Any]:
@@ -71,13 +80,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("rollout", {"max_concurrent": 1, "workers": 2}, ".max_concurrent", "1", "rollout.workers = 2"),
         ("rollout", {"workers": 17}, ".max_concurrent", "16", "rollout.workers = 17"),
         ("log.max_bytes", 2**63, "", str(2**63), "64 bits"),
-        (
-            "objective",
-            {"proximal": "behaviour"},
-            ".proximal",
-            "behaviour",
-            "recompute or loglinear because objective.correction.weight is token",
-        ),
+        ("objective", {"proximal": "behaviour"}, ".proximal", "behaviour", "recompute or loglinear because objective.correction.weight"),
         ("objective", {"clip": "cispo", "dual_clip": 3.0}, ".dual_clip", "3.0", "objective.clip is cispo"),
         ("objective", {"clip": "ipo", "ratio": "sequence"}, ".ratio", "sequence", "objective.clip is ipo"),
         ("objective", {"process": {"weight": 0.5}, "advantage": "dr_grpo"}, ".process.weight", "0.5", "objective.advantage is dr_grpo"),
@@ -105,6 +108,17 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.loss", "my.objective.sapo", "", "'my.objective.sapo'", "did you mean my.objective:sapo?"),
         ("objective", {"loss": "m:f", "clip": "cispo"}, ".clip", "cispo", "ppo"),
         ("objective.loss_options", {"a": 1}, "", "{'a': 1}", "null because objective.loss is"),
+        ("queue.staleness", DOWNWEIGHT, ".drop_above", "nothing", "a number above queue.staleness.max_staleness"),
+        ("queue.staleness", {**DOWNWEIGHT, "drop_above": 1}, ".drop_above", "1", "more than queue.staleness.max_staleness = 1"),
+        ("queue.staleness.drop_above", 3, "", "3", "nothing because queue.staleness.rule is drop"),
+        ("environment", {"kind": "tools"}, ".tools.names", "nothing", ""),
+        ("environment", tools(["calculator"], style="qwen3_code"), ".tools.style", "'qwen3_code'", "did you mean qwen3_coder?"),
+        ("environment", {"kind": "openai", "agent": "a:b", "tools": {"style": "brackets"}}, ".tools.style", "'brackets'", ""),
+        ("environment", tools(mcp={"a b": {"command": "x"}}), ".tools.mcp", "the name 'a b'", ""),
+        ("environment", {"tools": {"mcp": {"a": {"command": "x"}}}}, ".tools.mcp", "servers", ""),
+        ("environment", {**tools(["calculator"]), "sandbox": {"url": "http://x"}}, ".sandbox", "keys", ""),
+        ("environment", {**PYTHON, "sandbox": {"url": "http://me:pw@x"}}, ".sandbox.url", "an address with a user's name or password", ""),
+        ("environment", {**PYTHON, "sandbox": {"token_env": "A"}}, ".sandbox.token_env", "'A'", ""),
         ("verify.anomalies.kl_engine", {"above": 0}, ".above", "0", "greater than 0"),
         ("verify.anomalies.grad_norm", {"above": float("inf")}, ".above", "inf", "a finite number"),
         ("verify.anomalies.kl_engine", {"action": "halt"}, ".action", "'halt'", "'warn', 'skip' or 'stop'"),
@@ -119,14 +133,15 @@ def test_a_mistake_names_its_key_what_was_got_and_what_was_expected(path: str, v
 
 
 @pytest.mark.parametrize(
-    "objective",
+    ("section", "values"),
     [
-        {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"},
-        {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"},
+        ("objective", {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"}),
+        ("objective", {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"}),
+        ("environment", {**tools(["python"], mcp={"time": {"command": "x"}}), "sandbox": {"url": "http://x"}}),
     ],
 )
-def test_objectives_survive_being_written_out(objective: Any) -> None:
-    config = parse({**with_value("objective", objective), "scoring": SOURCES})
+def test_sections_survive_being_written_out(section: str, values: Any) -> None:
+    config = parse({**with_value(section, values), "scoring": SOURCES})
     assert parse(config.model_dump(mode="json")) == config
 
 

@@ -86,8 +86,6 @@ def test_a_valid_configuration_is_described_and_nothing_is_written(tmp_path: Pat
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("model.path=/nope/model",), "model.path: got /nope/model, which does not exist"),
-        (("scoring.scorer=operator:index",), "scoring.scorer: got operator:index"),
         (("launch=ray", "cluster.engine_nodes=2"), "cluster.engine_nodes: got 2"),
         (("task={kind: jsonl, path: no-such.jsonl}", "warmup.steps=0"), "no-such.jsonl"),
         (("environment={kind: openai, agent: 'no_such_module:agent'}",), "no_such_module"),
@@ -199,9 +197,7 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(tmp_path: Path, fault
         (("cluster.engine_nodes=2", "trainer.checkpoint_every=5"), False),
     ],
 )
-def test_several_nodes_without_checkpoints_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], warned: bool
-) -> None:
+def test_nodes_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], warned: bool) -> None:
     local.check(demo(tmp_path, *settings))
     assert capsys.readouterr().err.startswith("warning: trainer.checkpoint_every: got 0 ") == warned
 

@@ -48,9 +48,7 @@ async def test_the_others_take_the_version(how: Interruption) -> None:
 
 
 @asynchronous
-async def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobody_told_and_one_that_hangs_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_after_a_failed_update_a_server_that_is_gone_is_fenced_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeHandle, "died", None)
     monkeypatch.setattr("asyncmoe.engines.pool._PROBE_S", 0.05)
     pool = Pool(handles(3), 8, 5.0, lambda *_: None)

@@ -64,9 +64,7 @@ def teaching(known: Tokenizer, environment: Answers) -> Teaching:
 
 
 @pytest.mark.parametrize("taught", [False, True])
-def test_a_demonstration_that_the_context_does_not_hold_gives_its_place_to_a_later_question(
-    taught: bool, known: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_the_context_does_not_hold_is_replaced(taught: bool, known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     def made(first: int) -> list[Sequence[Trajectory]]:
         demonstrations = Demonstrations(Rows([1, 4]), teaching(known, Answers()) if taught else None, TOTAL, MOST)
         return [asyncio.run(demonstrations(index)) for index in range(first, TOTAL)]
@@ -94,9 +92,7 @@ def test_a_warm_up_of_long_rows_only_ends_with_the_way_out() -> None:
     ("rewards", "expected"),
     [("1", "bad_reward"), ({"polcy": 1.0}, "environment_error"), ({}, "environment_error"), (float("nan"), "bad_reward")],
 )
-def test_the_first_demonstration_tells_of_a_wrong_return_value(
-    rewards: float | Mapping[str, float], expected: str, known: Tokenizer
-) -> None:
+def test_a_wrong_return_value_is_told(rewards: float | Mapping[str, float], expected: str, known: Tokenizer) -> None:
     demonstrations = Demonstrations(Rows([]), teaching(known, Answers(rewards)), TOTAL, MOST)
     with pytest.raises(DataError, match=expected):
         asyncio.run(demonstrations(0))

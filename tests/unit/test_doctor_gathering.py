@@ -47,9 +47,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("chosen", "visible"),
     [(None, [0, 1]), ("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-1,0", [1, 0]), ("1,7,0", [1]), ("MIG-3", []), ("-1", [])],
 )
-def test_processes_see_the_gpus_that_are_chosen(
-    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: list[int]
-) -> None:
+def test_chosen_gpus_are_seen(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: list[int]) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)

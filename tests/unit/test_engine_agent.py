@@ -109,9 +109,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize(("again", "dies"), [(False, False), (True, False), (False, True)])
-def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had_or_whose_server_died(
-    tmp_path: Path, refusal: AsyncmoeError, again: bool, dies: bool
-) -> None:
+def test_what_is_refused_is_lost_if_it_had_joined_or_died(tmp_path: Path, refusal: AsyncmoeError, again: bool, dies: bool) -> None:
     config = demo(f"run.dir={tmp_path}")
     server = Process(NAME)
 

@@ -143,11 +143,8 @@ def test_they_meet_serve_are_lost_come_again_and_end_with_the_run(rig: Play) -> 
 
 def test_one_that_never_comes_is_named_after_a_while(rig: Play) -> None:
     async def scene(it: Rig) -> None:
-        with pytest.raises(
-            AsyncmoeError, match=r"waited [\d.]+ s for node 1 of engine\.a: it has not arrived; start asyncmoe engine"
-        ) as caught:
+        with pytest.raises(AsyncmoeError, match=r" for node 1 of engine\.a: .* start asyncmoe engine --name engine\.a --node 1") as caught:
             await it.agent(0)
-        assert "start asyncmoe engine --name engine.a --node 1" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert not it.started
 

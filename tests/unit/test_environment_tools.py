@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, ParsedCall, Sampling, VersionSpan
@@ -194,18 +193,6 @@ def test_the_ids_that_a_policy_writes_come_back_with_the_answers(known: Tokenize
     made = play(WithTools([FLIGHT], style, schemas=False), kimi, pool=pool, prompt=prompt)
     given = " ".join(text for sampled, text in parts(made, kimi) if not sampled)
     assert re.findall(r"(\S+) error", given) == [ids.format(name, at) for at, name in enumerate(("find_flight", "no") * 2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"kind": "tools", "tools": {"names": ["calculator"], "style": "qwen3_code"}}, r"got 'qwen3_code'.*qwen3_coder\?"),
-        ({"kind": "openai", "agent": "a:b", "tools": {"style": "brackets"}}, "got 'brackets'"),
-    ],
-)
-def test_a_style_that_nobody_reads_is_refused(section: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=rf"environment\.tools\.style: {said}"):
-        EnvironmentSection.model_validate(section)
 
 
 def test_the_names_of_sglangs_parsers_are_sglangs() -> None:

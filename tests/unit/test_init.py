@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import Config, devices, load
-from asyncmoe.config.model import MadeModel
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.launch import gpus
-from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -21,13 +19,6 @@ from tests.configs import without_template
 from tests.unit.command_line import run_command
 
 MODELS = Path(__file__).parents[2] / "examples" / "cluster" / "models"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("init") / "tiny"
-    make_model(path, MadeModel(), seed=0)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +52,7 @@ ROWS: list[tuple[dict[str, Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("row", "question", "answer", "scorer"), ROWS)
-def test_columns_are_found_by_their_usual_names(
-    tmp_path: Path, model: Path, row: dict[str, Any], question: str, answer: str, scorer: str
-) -> None:
+def test_usual_columns_are_found(tmp_path: Path, model: Path, row: dict[str, Any], question: str, answer: str, scorer: str) -> None:
     made = written(tmp_path, model, row)
     assert made.task.columns == ColumnsSection(question=question, answer=answer)
     assert made.scoring.scorer == scorer
@@ -80,9 +69,7 @@ def test_a_run_takes_the_data(tmp_path: Path, model: Path, count: int) -> None:
     ("count", "gpu_gb", "name", "train"),
     [(1, 80, "smollm2", "full"), (1, 288, "Qwen3-30B-A3B", "lora"), (8, 80, "Qwen3-30B-A3B", "lora"), (8, 288, "Qwen3-30B-A3B", "full")],
 )
-def test_trainer_and_engines_fit_on_the_gpus(
-    tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: int, name: str, train: str
-) -> None:
+def test_all_fit_on_the_gpus(tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: int, name: str, train: str) -> None:
     machine(count, gpu_gb)
     folder = without_template(model, tmp_path / "model")
     (folder / "config.json").write_bytes((MODELS / f"{name}.json").read_bytes())

@@ -114,9 +114,7 @@ def drawn(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(st.integers(1, 40), st.integers(2, 50), st.integers(0, 1 << 16), st.sampled_from([0.5, 1.0, 1.6]), st.integers(1, 60))
-def test_over_a_support_they_are_those_of_log_softmax_of_what_is_left(
-    rows: int, vocabulary: int, seed: int, temperature: float, ids: int
-) -> None:
+def test_over_a_support_they_are_those_of_log_softmax(rows: int, vocabulary: int, seed: int, temperature: float, ids: int) -> None:
     """Both over supports and over the whole vocabulary, and of further ids, with a gradient of their own each."""
     hidden, weight = layer(rows, vocabulary, seed)
     targets, kept = drawn(rows, vocabulary)

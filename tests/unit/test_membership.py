@@ -17,19 +17,7 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rpc import nccl_settings
-from asyncmoe.rpc.messages import (
-    Committed,
-    Done,
-    EngineAlive,
-    EngineJoin,
-    EngineLeave,
-    EngineOrder,
-    Engines,
-    EnginesAsk,
-    WeightsCommit,
-    WeightsStage,
-)
+from asyncmoe.rpc import messages, nccl_settings
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
@@ -55,7 +43,7 @@ class Rig:
 
     async def join(self, name: str, **changed: Any) -> Member:
         values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}
-        await self.membership.handle(EngineJoin(name, **{**values, **changed}))
+        await self.membership.handle(messages.EngineJoin(name, **{**values, **changed}))
         return self.pool.members[-1]
 
     def node(self, number: int, start: str, met: str = "", wait_s: float = 0.0) -> EngineNode:
@@ -67,14 +55,14 @@ class Rig:
             await self.membership.handle(self.node(number, start))
         return await self.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
 
-    async def roster(self) -> Engines:
-        return await self.coordinator.handle(EnginesAsk(1.0))  # type: ignore[return-value]
+    async def roster(self) -> messages.Engines:
+        return await self.coordinator.handle(messages.EnginesAsk(1.0))  # type: ignore[return-value]
 
-    async def publish(self, version: int) -> Committed:
+    async def publish(self, version: int) -> messages.Committed:
         await self.roster()
-        await self.coordinator.handle(WeightsStage(version))
-        reply = await self.coordinator.handle(WeightsCommit(version, update=1))
-        assert isinstance(reply, Committed)
+        await self.coordinator.handle(messages.WeightsStage(version))
+        reply = await self.coordinator.handle(messages.WeightsCommit(version, update=1))
+        assert isinstance(reply, messages.Committed)
         return reply
 
 
@@ -103,7 +91,7 @@ async def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does
     await it.join("b")
     await it.publish(1)
     it.pool.elsewhere = workers = Mock(late=AsyncMock(return_value=1))  # a worker that has not yet received its tasks
-    leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+    leaving = asyncio.create_task(it.membership.handle(messages.EngineLeave("a")))
     while not workers.tell.called:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.25)
@@ -122,12 +110,12 @@ async def test_one_that_falls_silent_is_dead(it: Rig, monkeypatch: pytest.Monkey
     silent, begin = await it.join("b"), time.monotonic()
     for seconds in range(45):
         monkeypatch.setattr(standstill.time, "monotonic", lambda now=begin + seconds: now)
-        await it.membership.handle(EngineAlive("a", 0.0))
+        await it.membership.handle(messages.EngineAlive("a", 0.0))
         it.pool.fence_dead()
         assert silent.fenced is None or seconds >= 30
     assert "no heartbeat" in silent.fenced
     assert it.pool.members[0].fenced is None
-    order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
+    order = await it.membership.handle(messages.EngineAlive("b", 5.0))  # it was only slow
     assert order.why
 
 
@@ -149,7 +137,7 @@ async def test_a_controller_that_stood_still_takes_nobody_for_dead(it: Rig, monk
 async def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(it: Rig) -> None:
     await it.join("a")
     await it.join("b")
-    await it.membership.handle(EngineLeave("b", "out of memory"))
+    await it.membership.handle(messages.EngineLeave("b", "out of memory"))
     assert it.pool.members[1].fenced == "out of memory"
     again = await it.join("b")
     assert [m.engine.name for m in it.pool.members] == ["a", "b"]
@@ -161,11 +149,7 @@ async def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_agai
     ("changed", "error", "words"),
     [
         ({"config_digest": "0" * 64}, ConfigError, "configuration of b: got digest 000000000000"),
-        (
-            {"facts": Facts("n7", "engine.b", {"msgspec": "0.1"}, time.time())},
-            UserError,
-            "engine.b on n7: got msgspec 0.1, expected msgspec",
-        ),
+        ({"facts": Facts("n7", "engine.b", {"msgspec": "0.1"}, time.time())}, UserError, "engine.b on n7: got msgspec 0.1, expected"),
         ({"facts": Facts("n7", "engine.b", {}, time.time() - 99, nccl_settings.shared())}, UserError, "n7: got a clock \\d.* s behind"),
         ({"facts": Facts("n7", "engine.b", {}, time.time())}, UserError, "engine.b on n7: got NCCL_CUMEM_ENABLE unset, expected"),
         ({"name": "a"}, UserError, "engine a: got a name already taken"),
@@ -181,9 +165,7 @@ async def test_who_may_not_join(it: Rig, changed: dict[str, Any], error: type[As
 
 @asynchronous
 @pytest.mark.parametrize("fenced", [True, False])
-async def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
-    it: Rig, monkeypatch: pytest.MonkeyPatch, fenced: bool
-) -> None:
+async def test_no_moment_is_without_the_only_engine_that_comes_again(it: Rig, monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
     """Else the run would end. Of one whose keeper is lost nobody may have noticed yet that it does not answer."""
     old = await it.join("a")
     if fenced:
@@ -203,7 +185,7 @@ async def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_witho
 @asynchronous
 async def test_strangers_and_the_missing_are_named(it: Rig) -> None:
     with pytest.raises(ProtocolError, match="b: no engine of that name"):
-        await it.membership.handle(EngineAlive("b", 1.0))
+        await it.membership.handle(messages.EngineAlive("b", 1.0))
     await it.join("a")
     with pytest.raises(WaitTimeout, match=r"for engines: 1 of 2 have not joined; joined: a"):
         await it.membership.wait_joined(2, 0.2)
@@ -219,7 +201,7 @@ async def test_all_nodes_may_be_asked_to_stop_at_once(it: Rig, first: int, in_fl
     member = await it.meet(("0", "1"))
     await it.publish(1)
     member.in_flight = in_flight
-    ends = (EngineLeave("a"), EngineNodeEnd("a", 1, "1"))
+    ends = (messages.EngineLeave("a"), EngineNodeEnd("a", 1, "1"))
     leaving = []
     for end in (ends[first], ends[1 - first]):
         leaving.append(asyncio.create_task(it.membership.handle(end)))
@@ -227,16 +209,16 @@ async def test_all_nodes_may_be_asked_to_stop_at_once(it: Rig, first: int, in_fl
     assert [task.done() for task in leaving] == [not in_flight] * 2
     assert [m.engine.name for m in it.pool.serving] == ["b"]
     member.in_flight = 0
-    assert set(await asyncio.gather(*leaving)) == {Done(), EngineNodes(finished=True)}
+    assert set(await asyncio.gather(*leaving)) == {messages.Done(), EngineNodes(finished=True)}
     assert [e.name for e in (await it.roster()).engines] == [m.engine.name for m in it.pool.members] == ["b"]
-    assert await it.membership.handle(EngineAlive("a", 0.0)) == EngineOrder(finished=True)
+    assert await it.membership.handle(messages.EngineAlive("a", 0.0)) == messages.EngineOrder(finished=True)
 
 
 @asynchronous
 async def test_one_that_comes_again_while_it_still_leaves_ends_nothing(it: Rig) -> None:
     member = await it.join("a")
     member.in_flight = 1
-    leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+    leaving = asyncio.create_task(it.membership.handle(messages.EngineLeave("a")))
     await asyncio.sleep(0.05)
     with pytest.raises(EngineError, match="a has served another controller"):
         await it.join("a", served="c")

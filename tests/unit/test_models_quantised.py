@@ -22,6 +22,7 @@ LARGE = {
     "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
 }  # fmt: skip
+LEFT_OUT = ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]
 QWEN = {**families.sized(LARGE, "qwen3_moe"), "head_dim": 128, "quantization_config": float8.CONFIG}
 
 
@@ -32,10 +33,7 @@ QWEN = {**families.sized(LARGE, "qwen3_moe"), "head_dim": 128, "quantization_con
         (float8.CONFIG, Float8(power_of_two=False)),
         ({**float8.CONFIG, "scale_fmt": "ue8m0"}, Float8(power_of_two=True)),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Float8(power_of_two=False)),
-        (
-            {**float8.CONFIG, "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]},
-            Float8(False),
-        ),
+        ({**float8.CONFIG, "modules_to_not_convert": LEFT_OUT}, Float8(False)),
     ],
 )
 def test_how_published_checkpoints_are_quantised(given: dict[str, Any] | None, expected: Float8 | None) -> None:

@@ -82,9 +82,7 @@ def test_the_file_of_a_moved_run_starts_no_other_run(tmp_path: Path) -> None:
     written(former)
     moved.check_place(former / "config.yaml", ())
     shutil.copytree(former, now)
-    with pytest.raises(
-        ConfigError, match=r"b/config.yaml: run\.dir: got .*/a, expected .*/b; the run was moved or copied: give .*/b instead"
-    ):
+    with pytest.raises(ConfigError, match=r"b/config.yaml: run\.dir: got .*/a, expected .*/b; the run was moved or copied: "):
         moved.check_place(now / "config.yaml", ())
     moved.check_place(now / "config.yaml", [f"run.dir={former}"])
 
@@ -103,9 +101,7 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     assert intact.fault(run / "checkpoints/step-00000003") is None
 
 
-def test_a_checkpoint_without_a_manifest_is_exported_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_manifest_an_export_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "a")
     (saved(tmp_path / "a", 3) / manifest.MANIFEST).unlink()
     monkeypatch.setattr(export, "trainer_command", Mock(side_effect=NotImplementedError))  # the exporting processes would start
@@ -164,9 +160,7 @@ QWEN = {**MODELS["qwen3_moe"], "mlp_only_layers": []}
         ({}, {"trainer": {"ranks": 2, "tp": 2}}, ()),
     ],
 )
-def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
-    changed: dict[str, Any], overrides: dict[str, Any], lines: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_resume_that_cannot_be(changed: dict[str, Any], overrides: dict[str, Any], lines: tuple[str, ...], tmp_path: Path) -> None:
     values: dict[str, Any] = {"run": {"dir": str(tmp_path), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     config = configuration.parse(values)
     path = saved(tmp_path, 4)

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rollout.evaluation import measure
-from asyncmoe.rollout.scoring import Sample, Score
-from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers.worker import summed_up
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.live import line
-from asyncmoe.telemetry.loggers.points import Points
 from asyncmoe.telemetry.measured import means
-from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.report import figures
-from asyncmoe.telemetry.run import load as load_run
-from asyncmoe.telemetry.samples import terminal
-from asyncmoe.telemetry.samples.index import index
-from asyncmoe.telemetry.samples.tokens import as_json
-from asyncmoe.telemetry.schema import EVALUATION, METRICS, Step
 from asyncmoe.telemetry.summary import evaluated
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.credit import outcome_advantages
 from asyncmoe.trainer.objective import Responses
 from tests.unit import kept_trajectory
-from tests.unit.sampled_run import SampledRun
-from tests.unit.telemetry_runs import START, evaluation
 from tests.unit.test_telemetry_metric import recorded
 
 OWN = "tests.unit.plugin_functions"
@@ -148,37 +133,3 @@ def test_an_evaluation_records_means_over_questions() -> None:
     assert found.metrics == {"a": 0.5, "b": 4.0}
     assert "a 0.5   b 4" in evaluated(found)
     assert measure(5, outcomes[3:], 1.0, 0).metrics == {}
-
-
-def test_loggers_and_the_report_have_each_by_its_name(tmp_path: Path) -> None:
-    steps = [Step(step=n, phase="rl", time=START + n, step_seconds=1.0, metrics={"format": n / 4}) for n in (1, 2)]
-    of_set = evaluation(1, 0.5, name="math", metrics={"format": 0.75})
-    with JsonLines(tmp_path / METRICS) as metrics, JsonLines(tmp_path / EVALUATION) as evaluations:
-        for step in steps:
-            metrics.write(step)
-        evaluations.write(of_set)
-    points = Points().take([*steps, of_set])
-    values = {(point.step, name): value for point in points for name, value in point.values.items() if "metrics" in name}
-    assert values == {(1, "metrics/format"): 0.25, (2, "metrics/format"): 0.5, (1, "evaluation/math/metrics/format"): 0.75}
-    (learning, *_) = figures.sections({"run": load_run(tmp_path)})
-    drawn = {figure.title: [trace["y"] for trace in figure.data] for figure in learning.figures}
-    assert drawn["Metric format"] == [[0.25, 0.5]]
-    assert drawn["Evaluation, metric math format"] == [[0.75]]
-
-
-class Two(Exact):
-    """A scorer with two metrics."""
-
-    async def score(self, sample: Sample) -> Score:
-        return Score(0.75, metrics={"right": 1.0, "brief": 0.5})
-
-
-def test_samples_show_them(tmp_path: Path) -> None:
-    run = SampledRun(tmp_path / "run", scorer=Two())
-    made = run.group(0, ["19", "7"])
-    assert [one.metrics for one in made] == [{"right": 1.0, "brief": 0.5}] * 2
-    (entry,) = index(tmp_path / "run")
-    assert '"metrics": {"right": 1.0, "brief": 0.5}' in as_json(entry.load())
-    out = StringIO()
-    terminal.show(entry.load(), Console(file=out, width=100), "version", 0)
-    assert "right 1 · brief 0.5" in out.getvalue()

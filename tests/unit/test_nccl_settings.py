@@ -17,9 +17,7 @@ CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 @pytest.mark.parametrize(("given", "form"), [({}, "0"), ({CUMEM: "1"}, "1"), ({CUMEM: "0"}, "0"), ({"NCCL_CONF_FILE": "nccl.conf"}, "1")])
-def test_trainer_and_engines_of_every_launcher_have_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], form: str
-) -> None:
+def test_trainer_and_engines_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], form: str) -> None:
     """SGLang leaves alone what is given (`_set_envs_and_config`), and a trainer rank adds its part when it starts. On one machine and with
     SLURM all have the environment of the launcher, with Ray the part of it that all nodes share."""
     (tmp_path / "nccl.conf").write_text(f"# of this machine\n{CUMEM}=1\nNCCL_BUFFSIZE=1048576\n")

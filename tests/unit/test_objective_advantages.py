@@ -112,7 +112,5 @@ def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: flo
 def test_groups_of_equal_rewards_are_not_dropped_before_an_estimator_that_learns_from_them() -> None:
     minimal(rollout={"filter_equal": True}, objective={"advantage": "reinforce_plus_plus_baseline"})
     for advantage in ("reinforce_plus_plus", "gdpo"):
-        with pytest.raises(
-            ConfigError, match=rf"rollout\.filter_equal: got true, expected false because objective\.advantage is {advantage},"
-        ):
+        with pytest.raises(ConfigError, match=rf"rollout\.filter_equal: got true, .* because objective\.advantage is {advantage},"):
             minimal(rollout={"filter_equal": True}, objective={"advantage": advantage})

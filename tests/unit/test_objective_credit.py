@@ -25,7 +25,10 @@ response = st.tuples(st.integers(0, 2), st.integers(0, 1), value, st.lists(token
 """Group, agent, reward, tokens after the prompt's one."""
 
 
-def made(i: int, drawn: tuple[int, int, float, list[tuple[bool, float | None, float, float]]]) -> Trajectory:
+Drawn = tuple[int, int, float, list[tuple[bool, float | None, float, float]]]
+
+
+def made(i: int, drawn: Drawn) -> Trajectory:
     group, agent, reward, tokens = drawn
     tokens = [(False, None, 0.0, 0.0), *tokens[:-1], (True, *tokens[-1][1:])]
     mask = np.array([t[0] for t in tokens])
@@ -62,13 +65,8 @@ def of_token(batch: Sequence[Trajectory], i: int, at: int, section: ObjectiveSec
     st.sampled_from(["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]),
     st.data(),
 )
-def test_advantages_token_advantages_are_their_formula_on_whatever_rank(
-    drawn: list[tuple[int, int, float, list[tuple[bool, float | None, float, float]]]],
-    process: float,
-    distill: float,
-    clip: float | None,
-    advantage: str,
-    data: st.DataObject,
+def test_token_advantages_are_their_formula_on_whatever_rank(
+    drawn: list[Drawn], process: float, distill: float, clip: float | None, advantage: str, data: st.DataObject
 ) -> None:
     section = ObjectiveSection.model_validate(
         {"advantage": advantage, "process": {"weight": process}, "distill": {"weight": distill, "clip": clip}}

@@ -20,7 +20,6 @@ from asyncmoe.trajectory import Trajectory
 from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous, settle
 from tests.unit.putting import put_group
-from tests.unit.test_config import refused, with_value
 from tests.unit.test_queue_model import make_group
 
 
@@ -254,15 +253,3 @@ async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -
     assert service.left
     with pytest.raises(ProtocolError, match="sent finished=False, another rank sent the opposite"):
         await service(Goodbye(0, False))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.max_staleness"),
-        ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "drop_above": 1}, "more than queue.staleness.max_staleness = 1"),
-        ("queue.staleness.drop_above", 3, "nothing because queue.staleness.rule is drop"),
-    ],
-)
-def test_policies_that_cannot_be_are_refused(path: str, value: object, expected: str) -> None:
-    assert expected in str(refused(with_value(path, value)))

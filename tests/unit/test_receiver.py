@@ -327,18 +327,6 @@ def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_an_end_of_a_channel_that_cannot_be_made_ends_the_others(ranks: Ranks) -> None:
-    zero, one = ranks(2)
-    agreed = terms((EngineRanks("engine.a", 1, 1, 1),))
-    wrong = msgspec.structs.replace(agreed, session="no/name")
-    ends = together(
-        lambda: channel.connect(zero, agreed, transfer_plan.route(agreed, 0), 1),
-        lambda: channel.connect(one, wrong, transfer_plan.route(wrong, 1), 1),
-    )
-    assert str(ends[0]) == str(ends[1])
-    assert "session of shared memory: got 'no/name-1'" in str(ends[0])
-
-
 # ---------------------------------------------------------------- updates: real senders and receivers
 
 Meet = Callable[..., Rig]

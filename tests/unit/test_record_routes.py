@@ -63,9 +63,8 @@ def test_an_id_that_is_no_experts_is_named(case: tuple[Routing, np.ndarray], dat
     choice = data.draw(st.integers(0, routing.top_k - 1))
     wrong = data.draw(st.one_of(st.integers(routing.experts, 2**31 - 1), st.integers(-(2**31), -1)))
     routes[token, layer, choice] = wrong
-    with pytest.raises(
-        TrajectoryRejected, match=f"^routes_out_of_range: g1: token {token}, layer {layer}, choice {choice}: got expert {wrong} "
-    ):
+    said = f"^routes_out_of_range: g1: token {token}, layer {layer}, choice {choice}: got expert {wrong} "
+    with pytest.raises(TrajectoryRejected, match=said):
         encode_routes(routes, routing, "g1")
 
 

@@ -48,6 +48,8 @@ def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.Mon
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in given
 
 
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
+DIED = "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1).\n"
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
 
 
@@ -56,16 +58,7 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
     [
         ("all is well\n", None),
         (TRACE + "OSError: /m does not appear to have a file named config.json\n", "OSError: /m does not appear"),
-        (
-            "[2026-01-01 00:00:00] Scheduler hit an exception: "
-            + TRACE
-            + "torch.OutOfMemoryError: CUDA out of memory\n\n"
-            + TRACE
-            + "EOFError\n"
-            + TRACE
-            + "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1).\n",
-            "torch.OutOfMemoryError: CUDA out of memory",
-        ),
+        (f"[2026-01-01 00:00:00] Scheduler hit an exception: {TRACE}{OUT_OF_MEMORY}\n\n{TRACE}EOFError\n{TRACE}{DIED}", OUT_OF_MEMORY),
         ("usage: server.py\nserver.py: error: unrecognized arguments: --nonsense\n", "unrecognized arguments: --nonsense"),
         (TRACE + "requests.exceptions.ProxyError: HTTPConnectionPool(host='proxy', port=3128): refused\n", "ProxyError"),
         (TRACE + "asyncmoe.platform.sglang.cpu.PatchTargetGone: sglang: got 0.6.0, expected 0.5.23\n", "sglang: got 0.6.0"),

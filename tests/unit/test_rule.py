@@ -92,9 +92,7 @@ FAILURES = st.dictionaries(st.sampled_from(["controller", "trainer", *ENGINES]),
 
 
 @given(st.lists(st.tuples(FAILURES, st.integers(0, 6)), max_size=40), st.integers(0, 3), st.booleans())
-def test_every_failure_is_answered_and_no_part_starts_again_without_end(
-    failures: list[tuple[Mapping[str, How], int]], most: int, spare: bool
-) -> None:
+def test_every_failure_is_answered_and_restarts_are_bounded(failures: list[tuple[Mapping[str, How], int]], most: int, spare: bool) -> None:
     """Whatever fails, in whatever order: what starts again was lost or is the trainer; a part that does not get on is started a bounded
     number of times; a controller never starts without the trainer, and nothing starts again beside something that said why it ended."""
     made = rules(f"trainer.max_restarts={most}", f"run.controller_restarts={most}", f"engines.restarts={most}", spare=spare)

@@ -18,6 +18,8 @@ from tokenizers import decoders, models
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.telemetry.samples import terminal
 from asyncmoe.telemetry.samples.colours import Colour
 from asyncmoe.telemetry.samples.command import SampleQuery, select
@@ -51,6 +53,19 @@ def printed(*arguments: str) -> list[str]:
     if result.exception is not None:
         raise result.exception
     return result.stdout.splitlines()
+
+
+class Two(Exact):
+    """A scorer with two metrics."""
+
+    async def score(self, sample: Sample) -> Score:
+        return Score(0.75, metrics={"right": 1.0, "brief": 0.5})
+
+
+def test_metrics_are_beside_the_reward(tmp_path: Path) -> None:
+    SampledRun(tmp_path, scorer=Two()).group(0, ["19", "7"])
+    assert "right 1 · brief 0.5" in shown(tmp_path)
+    assert '"metrics": {"right": 1.0, "brief": 0.5}' in printed(str(tmp_path), "--json")[0]
 
 
 # ---------------------------------------------------------------- choosing

@@ -110,9 +110,7 @@ def test_nobody_is_overtaken_more_often_than_patience_allows(order: Order, patie
     requests=st.lists(REQUESTS, min_size=1, max_size=5),
     events=st.lists(st.tuples(st.sampled_from(["cancel", "finish", "tick", "close", "open"]), st.integers(0, 4)), max_size=40),
 )
-def test_the_gate_holds_its_limit_and_loses_no_place(
-    order: Order, limit: int, requests: list[ScheduledRequest], events: list[tuple[str, int]]
-) -> None:
+def test_the_gate_loses_no_place(order: Order, limit: int, requests: list[ScheduledRequest], events: list[tuple[str, int]]) -> None:
     asyncio.run(_schedule(Gate(limit, Waiting(order, 4, known())), limit, requests, events))
 
 

@@ -64,10 +64,8 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
     assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver", "columns": {"level": 3}})]
     assert (score.reward, score.teacher) == (0.5, None)
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))
-    plain = served(answering(b'{"reward": 2}'), JUDGE)
-    assert (plain.reward, plain.rewards, plain.metrics) == (2.0, None, {})
-    named = served(answering(b'{"reward": 2, "metrics": {"format": 1, "words": 0.5}}'), JUDGE)
-    assert named.metrics == {"format": 1.0, "words": 0.5}
+    plain = served(answering(b'{"reward": 2, "metrics": {"format": 1}}'), JUDGE)
+    assert (plain.reward, plain.rewards, plain.metrics) == (2.0, None, {"format": 1.0})
 
 
 @pytest.mark.parametrize(

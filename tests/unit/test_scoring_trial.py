@@ -81,9 +81,7 @@ SCORED = [{"scorer": f"{SCORERS}:slowly"}, {"scorer": "exact"}, {"scorer": f"{SC
 
 
 @pytest.mark.parametrize("section", SCORED)
-def test_a_scorer_that_scores_or_is_not_tried_lets_engines_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: dict[str, Any]
-) -> None:
+def test_a_scorer_that_scores_lets_engines_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: dict[str, Any]) -> None:
     with pytest.raises(Started):
         serve(monkeypatch, tmp_path, config(tmp_path, **section))
 
@@ -105,9 +103,7 @@ def test_a_scorer_that_does_not_score_ends_the_run_before_an_engine_starts(
 
 
 @pytest.mark.parametrize(("weighed", "starts"), [("brief", True), ("breif", False)])
-def test_gdpo_weighs_only_metrics_that_the_scorer_gives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weighed: str, starts: bool
-) -> None:
+def test_gdpo_weighs_metrics_of_the_scorer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weighed: str, starts: bool) -> None:
     objective = {"advantage": "gdpo", "advantage_options": {"weights": {"right": 1, weighed: 0.5}}}
     with pytest.raises(Started) if starts else pytest.raises(ConfigError, match=rf"^objective\.advantage_options: got .*{weighed}"):
         serve(monkeypatch, tmp_path, config(tmp_path, more={"objective": objective}, scorer=f"{SCORERS}:named"))
@@ -120,9 +116,7 @@ def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp
             serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact", try_first=try_first), unanswered)
 
 
-def test_evaluation_sets_that_nothing_asks_are_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sets_that_nothing_asks_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Started), caplog.at_level(logging.WARNING):
         serve(monkeypatch, tmp_path, config(tmp_path, more={"evaluation": {"sets": {"a": {"path": "a.jsonl"}}}}, scorer="exact"))
     assert "evaluation.sets: none of them is asked, because evaluation.every is 0" in caplog.text

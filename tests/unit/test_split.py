@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_memory import COPIED, DIVIDED, EXPERT, KIND, H, L, V, config
+from test_memory import KIND, config
 
 from asyncmoe import models
 from asyncmoe.config import load
@@ -40,13 +40,10 @@ def sides(one: Split) -> tuple[int, int]:
 
 
 def test_qwen3_30b_by_hand() -> None:
-    """On 8 GPUs, tp 4 and ep 8: 2 bytes of weights, 4 of gradients, 12 of the optimizer, whose dense part two ranks share."""
+    """On 8 GPUs, tp 4 and ep 8; the parts of memory are those of test_memory.py."""
     (found,) = split.suggest(HF, Cluster(4))
     assert (sides(found), found.trainer.offload, found.trainer.recompute) == ((1, 3), 0, True)
     assert (found.trainer.parallel, found.engine.parallel) == (MegatronParallel(tp=4, ep=8, dp=2), EngineParallel(4, 4))
-    dense, experts = 2 * V * H // 4 + L * (DIVIDED // 4 + COPIED) + H, L * 16 * EXPERT
-    parts = found.trainer.memory.parts
-    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 6 * (dense + experts) + 12 * (dense // 2 + experts)
     assert found.trainer.memory.total == pytest.approx(72.1e9, rel=0.001)
     token = 48 * 2 * 128 * 2  # a rank has one of four key heads
     fixed = 2 * 61.1e9 / 4 + 2 * (256 << 20) + 134e6 + (512 + 1.5 * 8192 + 512 + 512) * (1 << 20)

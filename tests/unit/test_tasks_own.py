@@ -115,10 +115,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, 
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
         ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
-        (
-            {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},
-            r"task\.where: got .*expected a text, a number or a list of these for a",
-        ),
+        ({"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}}, r"task\.where: got .*expected a text, a number or a list .* for a"),
         ({"kind": "jsonl", "path": "x", "filter": "easy"}, r"task\.filter: got 'easy', expected package\.module:name"),
     ],
 )
@@ -180,14 +177,8 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, known: Tokenizer
         ({"where": {"n": True}}, "got no row left of 10"),
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column that task\.where names; columns: question"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
-        (
-            {"filter": f"{HERE}:fails"},
-            r"task\.filter .*:fails, .*d\.jsonl line 1: got KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+",
-        ),
-        (
-            {"columns": {"question": "problem"}},
-            r"line 1, problem: got nothing, .*its columns are question, answer, level, n; name yours in",
-        ),
+        ({"filter": f"{HERE}:fails"}, r"filter .*:fails, .* line 1: got KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+"),
+        ({"columns": {"question": "problem"}}, r"line 1, problem: got nothing, .*its columns are question, answer, level, n;"),
     ],
 )
 def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, known: Tokenizer, keys: dict[str, Any], said: str) -> None:
@@ -213,9 +204,7 @@ def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path,
     assert [resumed.prompt(n).text for n in (2999, 1500, 0)] == [asked[n] for n in (2999, 1500, 0)]
 
 
-def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
-    tmp_path: Path, known: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_package_only_a_data_set_is_refused(tmp_path: Path, known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "d.parquet").write_text("")
     with pytest.raises(DataError, match=r"task\.path .*none\.jsonl: got no such file or directory, expected a .jsonl file in UTF-8$"):

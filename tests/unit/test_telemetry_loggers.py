@@ -76,20 +76,23 @@ def _steps(points: Sequence[LoggedPoint]) -> list[int]:
 
 
 def test_a_point_has_the_figures_of_its_records_under_their_names() -> None:
-    step = Step(step=3, phase="rl", time=10.0, loss=0.5, ages={0: 7, 2: 1}, plugin_metrics={"loss/mine": 2.0, "loss/none": None})
+    own = {"plugin_metrics": {"loss/mine": 2.0, "loss/none": None}, "metrics": {"format": 0.25}}
+    step = Step(step=3, phase="rl", time=10.0, loss=0.5, ages={0: 7, 2: 1}, **own)
     early, newest, late = (Rollout(time=when, started=n, rejected={"slow": n}) for when, n in ((8.0, 1), (9.5, 2), (10.5, 3)))
-    found = Points().take([step, early, newest, late, evaluation(2, None)])
-    assert [(point.step, point.evaluation) for point in found] == [(3, False), (2, True)]
+    found = Points().take([step, early, newest, late, evaluation(2, None), evaluation(2, None, name="math", metrics={"format": 0.75})])
+    assert [(point.step, point.evaluation) for point in found] == [(3, False), (2, True), (2, True)]
     values = found[0].values
     assert {name: value for name, value in values.items() if not name.startswith("rollout/")} == {
         "loss": 0.5,
         "ages/0": 7.0,
         "ages/2": 1.0,
         "plugin_metrics/loss/mine": 2.0,
+        "metrics/format": 0.25,
     }
     assert (values["rollout/started"], values["rollout/rejected/slow"]) == (2.0, 2.0)
     assert found[1].values["evaluation/failed/scorer_timeout"] == 16.0
     assert "evaluation/reward_mean" not in found[1].values
+    assert found[2].values["evaluation/math/metrics/format"] == 0.75
 
 
 def test_repeated_steps_and_evaluations_are_points_once() -> None:

@@ -80,20 +80,23 @@ def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path:
     with JsonLines(tmp_path / METRICS) as metrics:
         for step in range(1, 5):
             own = {"loss/gate $x_{": 0.5 / step, "advantage/deviation": None if step == 2 else 1e6 * step}
-            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, plugin_metrics=own))
+            named = {"plugin_metrics": own, "metrics": {"format": step / 4}}
+            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, **named))
     learning = _figures(tmp_path)["Learning"]
     assert [trace["x"] for trace in learning["Objective: advantage/deviation"]["data"]] == [[1, 3, 4]]
     assert [trace["y"] for trace in learning["Objective: loss/gate $x_{"]["data"]] == [[0.5, 0.25, 0.166667, 0.125]]
+    assert [trace["y"] for trace in learning["Metric format"]["data"]] == [[0.25, 0.5, 0.75, 1.0]]
 
 
 def test_evaluation_sets_are_curves_of_their_own_with_error_bars(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=1, rl=2)
     with JsonLines(tmp_path / EVALUATION) as evaluations:
         for version, error in ((2, 0.25), (3, None)):
-            more = {"pass_at": {"1": 0.5, "8": 0.75}, "pass_at_stderr": {"1": error} if error else {}}
+            more = {"pass_at": {"1": 0.5, "8": 0.75}, "pass_at_stderr": {"1": error} if error else {}, "metrics": {"format": 0.75}}
             evaluations.write(evaluation(version, 0.5, name="gsm", reward_stderr=error, **more))
         evaluations.write({"time": 1.0, "version": 3, "questions": 2, "episodes": 2, "seconds": 1.0, "name": "old", "pass_at": {"1": 0.5}})
     learning = _figures(tmp_path)["Learning"]
+    assert [trace["y"] for trace in learning["Evaluation, metric gsm format"]["data"]] == [[0.75, 0.75]]
     passes = _curves(learning["Evaluation, pass@k by k"])
     assert {name: passes[name] for name in passes if " " in name} == {"gsm 1": [50, 50], "gsm 8": [75, 75], "old 1": [50]}
     traces = {trace["name"]: trace for title in ("Evaluation", "Evaluation, pass@k by k") for trace in learning[title]["data"]}

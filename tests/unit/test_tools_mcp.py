@@ -52,11 +52,3 @@ def test_what_cannot_be_used_is_refused_before_the_run(monkeypatch: pytest.Monke
     assert refused({"s": {"url": "http://x", "token_env": NOT_SET}}).what == "environment.tools.mcp.s.token_env"
     monkeypatch.setattr(installed, "has", lambda module: False)
     assert refused({"s": {"command": "sh"}}).got == "no package mcp"
-
-
-def test_servers_are_for_the_environment_of_tools() -> None:
-    assert configured(kind="tools", tools={"mcp": {"time": {"command": "mcp-server-time"}}}).tools.mcp
-    spaced, single_turn = ({"mcp": {name: {"command": "x"}}} for name in ("a b", "a"))
-    for wrong in ({"kind": "tools"}, {"kind": "tools", "tools": spaced}, {"tools": single_turn}):
-        with pytest.raises(ConfigError, match=r"environment\.tools\.(names|mcp): got "):
-            configured(**wrong)

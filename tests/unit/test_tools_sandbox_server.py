@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,7 +16,6 @@ from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from examples.agents import sandbox_server
-from tests.configs import minimal
 from tests.unit.test_tools_sandbox import LIMITS, limited
 from tests.unit.test_tools_sandbox import pytestmark as BUBBLEWRAP
 
@@ -31,18 +29,6 @@ async def called(code: str, section: SandboxSection, limits: PythonLimits = LIMI
         return f"{error.reason}: {error.detail}"
     except ConfigError as error:
         return str(error)
-
-
-def test_what_a_configuration_may_say() -> None:
-    tools: dict[str, Any] = {"kind": "tools", "tools": {"names": ["python"]}, "sandbox": {"url": "http://x"}}
-    assert minimal(environment=tools).environment.sandbox.url == "http://x"
-    for wrong, key in (
-        ({"tools": {"names": ["calculator"]}}, ""),
-        ({"sandbox": {"url": "http://me:secret@x"}}, ".url"),
-        ({"sandbox": {"token_env": "A"}}, ".token_env"),
-    ):
-        with pytest.raises(ConfigError, match=rf"environment\.sandbox{key}: got"):
-            minimal(environment=tools | wrong)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

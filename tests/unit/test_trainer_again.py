@@ -14,36 +14,16 @@ import pytest
 from asyncmoe import models
 from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.config import Config
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
 from asyncmoe.log.room import Room
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.process import WorkerProcesses
+from asyncmoe.rpc import messages
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import (
-    Commit,
-    Engines,
-    EnginesAsk,
-    FindWorker,
-    Goodbye,
-    Hello,
-    Lease,
-    Leased,
-    Reply,
-    Request,
-    Saved,
-    WeightsBegin,
-    WeightsBucket,
-    WeightsCommit,
-    WeightsStage,
-    Welcome,
-    WorkerFound,
-)
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from tests.configs import minimal
@@ -53,13 +33,6 @@ from tests.unit.test_checkpoints import saved
 from tests.unit.worker_fleet import lent
 
 RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, MadeModel(layers=2), seed=0)
-    return path
 
 
 def config_of(model: Path, run_dir: Path, **more: Any) -> Config:
@@ -102,12 +75,12 @@ class StandIn:
     ranks: list[Client]
     step: int = 0
     updates: int = 0
-    batches: dict[int, Leased] = field(default_factory=dict)
+    batches: dict[int, messages.Leased] = field(default_factory=dict)
 
-    async def ask(self, request: Request, rank: int = 0) -> Reply:
+    async def ask(self, request: messages.Request, rank: int = 0) -> messages.Reply:
         return (await asyncio.to_thread(self.ranks[rank].ask, request, 30.0))[0]
 
-    async def of_all(self, request_of: Callable[[int], Request]) -> list[Reply]:
+    async def of_all(self, request_of: Callable[[int], messages.Request]) -> list[messages.Reply]:
         """Every rank asks; returns, or raises the first error, when all have their answer: a client that waits in a thread may not be
         closed, which zmq ends the process for."""
         said = await asyncio.gather(*(self.ask(request_of(rank), rank) for rank in range(RANKS)), return_exceptions=True)
@@ -116,37 +89,37 @@ class StandIn:
                 raise one
         return [one for one in said if not isinstance(one, BaseException)]
 
-    async def hello(self, step: int) -> Welcome:
+    async def hello(self, step: int) -> messages.Welcome:
         self.step, digests = step, (self.config.digest, self.config.digest_without_layout)
-        said = await self.of_all(lambda rank: Hello(rank, RANKS, digests[0], step, None, digests[1]))
-        assert isinstance(said[0], Welcome)
+        said = await self.of_all(lambda rank: messages.Hello(rank, RANKS, digests[0], step, None, digests[1]))
+        assert isinstance(said[0], messages.Welcome)
         assert said[0] == said[1]
         return said[0]
 
-    async def lease(self, wait_s: float = 20.0) -> Leased:
-        asked = Lease(self.step, "rl", self.config.rollout.batch, self.step, wait_s)
+    async def lease(self, wait_s: float = 20.0) -> messages.Leased:
+        asked = messages.Lease(self.step, "rl", self.config.rollout.batch, self.step, wait_s)
         said = await self.of_all(lambda rank: asked)
         assert said[0] == said[1]
         return said[0]
 
-    async def train(self) -> Leased:
+    async def train(self) -> messages.Leased:
         leased = await self.lease()
         assert leased.items
-        assert isinstance(await self.ask(FindWorker(1, 5.0)), WorkerFound)
-        await self.of_all(lambda rank: Commit(self.step))
+        assert isinstance(await self.ask(messages.FindWorker(1, 5.0)), messages.WorkerFound)
+        await self.of_all(lambda rank: messages.Commit(self.step))
         self.batches[self.step] = leased
         self.step += 1
         return leased
 
     async def publish(self) -> None:
-        engines = await self.ask(EnginesAsk(10.0))
-        assert isinstance(engines, Engines)
+        engines = await self.ask(messages.EnginesAsk(10.0))
+        assert isinstance(engines, messages.Engines)
         self.updates += 1
-        await self.ask(WeightsStage(self.step))
-        await self.ask(WeightsCommit(self.step, update=self.updates))
+        await self.ask(messages.WeightsStage(self.step))
+        await self.ask(messages.WeightsCommit(self.step, update=self.updates))
 
     async def goodbye(self, finished: bool = True) -> None:
-        await self.of_all(lambda rank: Goodbye(rank, finished))
+        await self.of_all(lambda rank: messages.Goodbye(rank, finished))
 
 
 @asynccontextmanager
@@ -178,19 +151,19 @@ async def controller(config: Config) -> AsyncIterator[Running]:
                 await loaded.close()
 
 
-def keys(leased: Leased) -> list[str]:
+def keys(leased: messages.Leased) -> list[str]:
     return [item.key for item in leased.items]
 
 
-async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
+async def refused(asked: Coroutine[Any, Any, messages.Reply]) -> None:
     with pytest.raises(ProtocolError, match="has taken its place: this process is left over and must end"):
         await asked
 
 
 @asynchronous
-@pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])
+@pytest.mark.parametrize("opening", [messages.WeightsBegin(4), messages.WeightsStage(4)])
 async def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(
-    model: Path, tmp_path: Path, opening: WeightsBegin | WeightsStage
+    model: Path, tmp_path: Path, opening: messages.WeightsBegin | messages.WeightsStage
 ) -> None:
     async with controller(config_of(model, tmp_path / "run")) as running:
         first = running.trainer(0)
@@ -201,23 +174,23 @@ async def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_wh
             await first.publish()
         first.batches[4] = await first.lease()
         await first.ask(opening)
-        assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
+        assert [engine.paused for engine in running.engines] == [isinstance(opening, messages.WeightsBegin)] * 2  # it is lost now
 
         second = running.trainer(1)
         with pytest.raises(ProtocolError, match="sent before Hello by the trainer started as number 1"):
-            await second.ask(Commit(4))
+            await second.ask(messages.Commit(4))
         assert (await second.hello(2)).version == 4
         assert not any(engine.paused or engine.updating for engine in running.engines)
         digest = first.config.digest
         for request in (
-            Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
-            Commit(4),
-            FindWorker(1, 0.0),
-            Saved(4),
-            WeightsStage(4),
-            EnginesAsk(1.0),
-            Goodbye(0, True),
-            Lease(4, "rl", 4, 4, 1.0),
+            messages.Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
+            messages.Commit(4),
+            messages.FindWorker(1, 0.0),
+            messages.Saved(4),
+            messages.WeightsStage(4),
+            messages.EnginesAsk(1.0),
+            messages.Goodbye(0, True),
+            messages.Lease(4, "rl", 4, 4, 1.0),
         ):
             await refused(first.ask(request))
         for step in (2, 3, 4):
@@ -245,9 +218,9 @@ async def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_ru
         async with controller(config_of(model, tmp_path / "run", sync={"method": "broadcast"})) as running:
             first = running.trainer(0)
             await first.hello(0)
-            await first.ask(EnginesAsk(10.0))
-            await first.ask(WeightsBegin(0))
-            await first.ask(WeightsBucket(0, ("w",), ("float32",), ((1,),)))
+            await first.ask(messages.EnginesAsk(10.0))
+            await first.ask(messages.WeightsBegin(0))
+            await first.ask(messages.WeightsBucket(0, ("w",), ("float32",), ((1,),)))
             await running.trainer(1).hello(0)
             await running.serving
 
@@ -281,7 +254,7 @@ async def test_a_log_without_room_records_less_while_the_run_goes_on(model: Path
             await trainer.publish()
             if step % 2 == 0:
                 saved(config.run.dir, step, asked=Retention.of(config), files={"x": b"x"})
-                await trainer.ask(Saved(step))
+                await trainer.ask(messages.Saved(step))
         assert directories.window_begins(config.run.dir) == 0
         monkeypatch.setattr(WorkerFleet, "retain", lambda _, needed: told.append(needed))
         monkeypatch.setattr("asyncmoe.log.files.room", lambda *_: Room(0, 0, 1 << 30))

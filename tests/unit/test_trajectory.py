@@ -38,6 +38,7 @@ from asyncmoe.trajectory import (
 )
 from asyncmoe.trajectory.native import crc32c
 
+DTYPES = {"tokens": "i4", "loss_mask": "?", "logprobs": "f4", "versions": "i4"}
 INT32 = np.iinfo(np.int32)
 NONE = np.nan
 """No step ends here."""
@@ -266,7 +267,7 @@ def test_what_is_wrong_although_the_digest_is_right_is_refused(frame: int, conte
         make(routes=routes_of(4)),
         make(masks=masks_of([[7]])),
         make(top=top_of([-1.0])),
-        make(**{n: np.zeros(0, d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))}),
+        make(**{name: np.zeros(0, dtype) for name, dtype in DTYPES.items()}),
     ],
 )
 def test_encode_refuses_what_no_decoder_would_take_rather_than_cast(bad: Trajectory) -> None:
@@ -286,10 +287,7 @@ FLIPPED = dataclasses.replace(routes_of(3), planes=PLANES[:-1] + bytes([PLANES[-
     ("changes", "reason"),
     [
         ({"tokens": sampled([5, 6, 7], "i4")}, "length_mismatch"),
-        (
-            {n: sampled([[1], [1]], d) for n, d in (("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"), ("versions", "i4"))},
-            "length_mismatch",
-        ),
+        ({name: sampled([[1], [1]], dtype) for name, dtype in DTYPES.items()}, "length_mismatch"),
         ({"logprobs": sampled([0, 0, -1, -1], "f8")}, "bad_dtype"),
         ({"loss_mask": sampled([0, 0, 0, 0], "?"), "versions": sampled([-1] * 4, "i4")}, "empty_response"),
         ({"tokens": sampled([5, 6, 7, 9], "i4")}, "token_out_of_vocabulary"),

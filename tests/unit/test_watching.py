@@ -97,9 +97,7 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
     heartbeats.forget(tmp_path / "none")
 
 
-def test_a_process_that_hangs_writes_its_own_stacks_and_one_that_does_not_say_so_gets_no_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_process_that_says_so_is_signalled_to_write_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
         assert first.startswith(f"== trainer.0, pid {process.pid}\n")

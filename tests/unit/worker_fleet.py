@@ -15,7 +15,7 @@ import numpy as np
 from asyncmoe.config import Config
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.types import Generation, Listener, Sampling
+from asyncmoe.engines.types import Generation, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
@@ -52,22 +52,12 @@ class SlowEngine(FakeEngine):
         super().__init__(name)
         self._draw = draw
 
-    async def generate(
-        self,
-        tokens: Any,
-        sampling: Sampling,
-        salt: str,
-        timeout_s: float,
-        routed: int = 0,
-        adapter: str | None = None,
-        listener: Listener | None = None,
-        dp_rank: int | None = None,
-    ) -> Generation:
+    async def generate(self, tokens: Any, sampling: Sampling, *rest: Any, **more: Any) -> Generation:
         await asyncio.sleep(self._draw.random() * 0.01)
         if self._draw.random() < 0.02:
             raise TrajectoryRejected("environment_error", "a response went wrong")
         short = replace(sampling, max_new_tokens=self._draw.randint(1, 5))
-        made = await super().generate(tokens, short, salt, timeout_s, routed, adapter, listener)
+        made = await super().generate(tokens, short, *rest, **more)
         return replace(made, tokens=np.full(len(made.tokens), 7, np.int32), finish="stop")
 
 

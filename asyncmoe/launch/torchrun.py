@@ -25,7 +25,7 @@ from asyncmoe.scratch import Scratch
 if TYPE_CHECKING:
     from asyncmoe.config import Config
 
-THREADS = "OMP_NUMTHREADS"
+THREADS = "OMP_NUM_THREADS"
 _ENVIRONMENT = {THREADS: "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines; more only in
 the step of an offloaded optimizer (`asyncmoe.trainer.model.step_threads`)."""

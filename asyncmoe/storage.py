@@ -134,9 +134,10 @@ def try_place(what: str, directory: Path) -> str:
 
 @contextmanager
 def new_directory(what: str, out: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
+    """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted. A process
+    that is killed meanwhile leaves it, under a hidden name that begins with that of `out`.
 
-    Missing parents of `out` are created, and leftovers for the same `out` of processes killed on this node are deleted.
+    Missing parents of `out` are created.
 
     Args:
         what: as for `writing`.
@@ -146,8 +147,9 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
         StorageError: it cannot be created or renamed. The block wraps its own writes in `writing`.
     """
     check_new(what, out)
+    scratch = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
     with writing(what, out):
-        scratch, held = _scratch(out)
+        scratch.mkdir(parents=True)  # unlike `mkdtemp`, with the mode of the user's umask
     try:
         yield scratch
         with writing(what, out):
@@ -155,38 +157,6 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    finally:
-        os.close(held)
-
-
-def _scratch(out: Path) -> tuple[Path, int]:
-    """Create and lock a directory beside `out`; return it with the lock's descriptor. Delete what killed processes left for `out`.
-
-    A locked directory belongs to a running process. Locks may be local to a node, so its name has the node, and no other node deletes it.
-    The parent is locked meanwhile, so that nobody sees a directory before it is locked.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    front = f".{out.name}.{socket.gethostname()}-"
-    parent = os.open(out.parent, os.O_RDONLY)
-    try:
-        if _locked(parent, fcntl.LOCK_EX):
-            _delete_left([path for path in out.parent.iterdir() if path.name.startswith(front) and path.is_dir()])
-        scratch = out.parent / f"{front}{secrets.token_hex(8)}"
-        scratch.mkdir()  # unlike `mkdtemp`, with the mode of the user's umask
-        held = os.open(scratch, os.O_RDONLY)
-        _locked(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(parent)
-    return scratch, held
-
-
-def _delete_left(directories: list[Path]) -> None:
-    for directory in directories:
-        with suppress(OSError):
-            tried = os.open(directory, os.O_RDONLY)
-            if _locked(tried, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(directory, ignore_errors=True)
-            os.close(tried)
 
 
 def lock_alone(lock: IO[str]) -> bool:
@@ -204,15 +174,6 @@ def lock_alone(lock: IO[str]) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-    return True
-
-
-def _locked(descriptor: int, how: int) -> bool:
-    """Return whether the lock was taken; False also on file systems without locks."""
-    try:
-        fcntl.flock(descriptor, how)
-    except OSError:
-        return False
     return True
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncmoe.config import gone
 from asyncmoe.config.fields import said
-from asyncmoe.config.refusals import COMMAND_LINE, Source, explain
+from asyncmoe.config.refusals import COMMAND_LINE, UNKNOWN, Source, explain
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, Faults, together
 
@@ -23,7 +23,8 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML. Without a file, only the overrides count.
 
     Args:
-        idle: nothing will be started, so removed keys (`asyncmoe.config.gone`) are ignored.
+        idle: nothing will be started, so removed keys (`asyncmoe.config.gone`) and unknown keys of the file, which another version wrote,
+            are ignored.
 
     Raises:
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; the message has a line for each.
@@ -39,7 +40,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     ]
     if refused:
         refused[-1].args = (f"{refused[-1]}; asyncmoe at commit {gone.LAST} still has it",)
-    return _validated(schema, values, source, refused)
+    return _validated(schema, values, source, refused, idle=idle)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -89,7 +90,9 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
         raise together([ConfigError(what, got=one.got, expected=one.expected, hint=one.hint) for what, one in named]) from None
 
 
-def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
+def _validated(
+    schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = (), *, idle: bool = False
+) -> Schema:
     """Validate values. Rules between keys apply only to values that are valid by themselves, so the rest is validated again without the
     refused keys. Raises ConfigError with a line for each of `refused` and each error of the schema."""
     faults, found, cut = Faults(*refused), None, set[str]()
@@ -99,8 +102,10 @@ def _validated(schema: type[Schema], values: dict[str, Any], source: Source, ref
             found = schema.model_validate(rest)
         except ValidationError as error:
             explained = {one.what.rpartition(": ")[2]: one for one in explain(error, source, schema)}
+            passed_over = {key for key, one in explained.items() if idle and one.got == UNKNOWN and not one.what.startswith(COMMAND_LINE)}
             # If a section lacks something only because a key was taken out of it, the user made no error.
-            if own := [one for key, one in explained.items() if one.got != "nothing" or key.rpartition(".")[0] not in cut]:
+            cause = {key: one for key, one in explained.items() if one.got != "nothing" or key.rpartition(".")[0] not in cut}
+            if own := [one for key, one in cause.items() if key not in passed_over]:
                 faults.add(together(own))
             keys = {*explained}
             cut |= {key.rpartition(".")[0] for key in keys}

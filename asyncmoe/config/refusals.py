@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 """Location, in messages, of a key set by an override."""
+UNKNOWN = "an unknown key"
+"""What the error of a key that the schema lacks got."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]
     near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
     meant = near or [key for key in _keys(schema) if key.rpartition(".")[2] == name][:3]
     hint = f"did you mean {' or '.join(meant)}?" if meant else None
-    return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", hint=hint)
+    return ConfigError(what, got=UNKNOWN, expected=f"one of {', '.join(fields)}", hint=hint)
 
 
 def keys_named(name: str) -> list[str]:

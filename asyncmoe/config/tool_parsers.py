@@ -7,42 +7,9 @@ internal error.
 
 from __future__ import annotations
 
-SGLANG_PARSERS = (
-    "apertus2509",
-    "cohere_command4",
-    "deepseekv3",
-    "deepseekv31",
-    "deepseekv32",
-    "dots",
-    "gemma4",
-    "gigachat3",
-    "gigachat35",
-    "glm",
-    "glm45",
-    "gpt-oss",
-    "hunyuan",
-    "inkling",
-    "interns1",
-    "k2_horizon",
-    "kimi_k2",
-    "kimi_k3",
-    "lfm2",
-    "ling3",
-    "llama3",
-    "mimo",
-    "minicpm5",
-    "minimax-m2",
-    "minimax-m3",
-    "mistral",
-    "muse",
-    "nanbeige",
-    "poolside_v1",
-    "pythonic",
-    "qwen",
-    "qwen25",
-    "qwen3_coder",
-    "spark25",
-    "step3",
-    "step3p5",
-    "trinity",
-)
+_PARSERS = """
+apertus2509 cohere_command4 deepseekv3 deepseekv31 deepseekv32 dots gemma4 gigachat3 gigachat35 glm glm45 gpt-oss hunyuan inkling
+interns1 k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 minimax-m2 minimax-m3 mistral muse nanbeige poolside_v1 pythonic
+qwen qwen25 qwen3_coder spark25 step3 step3p5 trinity
+"""
+SGLANG_PARSERS = tuple(_PARSERS.split())

@@ -2,7 +2,7 @@
 
 Routes: `meta_info.routed_experts` has a row for each token of prompt and response, from index `start` on, except the last token, which has
 not passed through the model. `start` is the request's `routed_experts_start_len`, at most the length of its prompt; the engine lowers it to
-the number of tokens - 1. An engine that this program started packs the routes if it can (`asyncmoe.trajectory.sent_routes`); unchanged
+the number of tokens - 1. An engine that this program started packs routes that fit (`asyncmoe.trajectory.sent_routes`); unchanged
 SGLang 0.5.23 sends int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
 
 Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
@@ -62,20 +62,6 @@ def _first_rows(sent: Buffer, keep: int, rows: int) -> Buffer:
 
 def _is_packed(sent: Buffer) -> bool:
     return bytes(memoryview(sent)[: len(MAGIC)]) == MAGIC
-
-
-def with_packed_routes(generation: Generation, routing: Routing | None, rows: int) -> Generation:
-    """Return a response with its routes packed, to save memory, if the engine did not pack them.
-
-    Routes that are not `rows` valid rows stay unchanged; `routed_experts` rejects them and names the trajectory.
-    """
-    sent = generation.routes
-    if routing is None or sent is None or _is_packed(sent) or len(sent) != rows * routing.all_layers * routing.top_k * 4:
-        return generation
-    try:
-        return replace(generation, routes=to_bytes(encode_routes(_plain(sent, routing, rows, ""), routing, "")))
-    except TrajectoryRejected:
-        return generation
 
 
 def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed: int, key: str) -> Routes:

@@ -12,19 +12,19 @@ import yaml
 from asyncmoe import config as configuration
 from asyncmoe.cli import app
 from asyncmoe.config import gone
+from asyncmoe.config.loading import load_as
 from asyncmoe.config.refusals import _keys
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.simulate.plant import Plant
 from asyncmoe.usage import invoke
 
 NEEDED: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 """What the last version that had these keys wrote into a run's config.yaml."""
 
 
-SECTIONS = {key for key in gone.KEYS if any(other.startswith(f"{key}.") for other in gone.KEYS)} | {"telemetry.logs"}
-IDLE = {key: "x" if one.idle is None else one.idle[0] for key, one in gone.KEYS.items() if one.idle != () and key not in SECTIONS}
+IDLE = {key: "x" if one.idle is None else one.idle[0] for key, one in gone.KEYS.items()}
 """A value of each removed key that asks for nothing."""
-IDLE |= {"queue.mooncake.protocol": "x", "sync.store.keep": 3, "telemetry.logs.keep": 3, "verify.anomalies.age.action": "x"}
 
 
 def written(folder: Path, values: dict[str, Any]) -> Path:
@@ -35,39 +35,40 @@ def written(folder: Path, values: dict[str, Any]) -> Path:
 
 def test_values_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
     """As in the configuration of an older run, which has every key; an optional section that loses keys stays."""
-    telemetry = {"wandb": {}, "mlflow": {}, "trackio": {}, "profile": {"steps": [1]}}
-    optional = {"telemetry": telemetry, "environment": {"tools": {"options": {"python": {}}}}}
-    given = [f"{key}={json.dumps(value)}" for key, value in IDLE.items() if not key.startswith(("task.sources.", "evaluation.sets."))]
+    optional = {"telemetry": {"mlflow": {}}}
+    given = [f"{key}={json.dumps(value)}" for key, value in IDLE.items()]
     assert configuration.load(written(tmp_path, optional), given) == configuration.parse(NEEDED | optional)
 
 
 def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: Path) -> None:
-    sync = {"method": "store", "store": {"url": "/x"}, "staging": False, "relay": "off"}
-    file = written(tmp_path, {"sync": sync, "queue": {"payloads": "ray", "capacity": -1}})
+    values = {"queue": {"admission": "sample", "capacity": -1}, "sync": {"method": "store", "staging": False}, "rollout": {"oversample": 0}}
     with pytest.raises(ConfigError) as caught:
-        configuration.load(file)
+        configuration.load(written(tmp_path, values))
     told = [line.partition("config.yaml:")[2].split(": ")[1] for line in str(caught.value).splitlines()]
-    assert told == ["queue.payloads", "sync.method", "sync.staging", "sync.store.url", "queue.capacity"]
+    assert told == ["queue.admission", "sync.staging", "sync.method", "queue.capacity"]
     assert gone.LAST in str(caught.value)
 
 
-def test_keys_of_a_mixture_and_of_evaluation_sets_are_found(tmp_path: Path) -> None:
-    def given(streaming: object) -> dict[str, Any]:
-        source = {"path": "a", "streaming": streaming}
-        return {"task": {"kind": "dataset", "sources": [source, source]}, "evaluation": {"sets": {"x": source}}}
-
-    assert len(configuration.load(written(tmp_path, given(None))).task.sources) == 2
-    with pytest.raises(ConfigError) as caught:
-        configuration.load(written(tmp_path, given(True)))
-    for key in ("task.sources.0.streaming", "task.sources.1.streaming", "evaluation.sets.x.streaming"):
-        assert f"{key}: got true, which was removed" in str(caught.value)
+def test_an_older_plant_loses_a_section_that_asks_for_nothing(tmp_path: Path) -> None:
+    assert "failures" not in Plant.model_fields
+    file = tmp_path / "plant.yaml"
+    file.write_text("failures: {jitter: 0.0, trainer_restart_s: 300.0}")
+    assert load_as(Plant, file) == Plant()
+    with pytest.raises(ConfigError, match=r"failures\.jitter"):
+        load_as(Plant, file, ["failures.jitter=0.1"])
 
 
 def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:
-    written(tmp_path, {"run": {"dir": str(tmp_path), "steps": 1}, "sync": {"method": "store", "store": {"url": "/x"}}})
+    """Also keys that no release had; an override is never passed over."""
+    values = {"run": {"dir": str(tmp_path), "steps": 1}, "sync": {"method": "store", "staging": False}, "journal": {"turns": True}}
+    written(tmp_path, values)
     assert configuration.of_run(tmp_path).sync.method == "reshard"
-    with pytest.raises(ConfigError, match=r"sync\.method"):
+    with pytest.raises(ConfigError) as caught:
         configuration.of_run(tmp_path, idle=False)
+    for key in ("sync.method", "sync.staging", "journal"):
+        assert f"{key}: got" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"queue\.unheard"):
+        configuration.of_run(tmp_path, ["queue.unheard=1"])
 
 
 def test_no_key_in_the_table_is_there() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_trajectory import distinct
 
-from asyncmoe.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
+from asyncmoe.engines.decode import cut, routed_experts, sampling_masks
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
@@ -100,16 +99,6 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[...,
     for keep in range(1, 6):
         kept = cut(response, keep, 5).routes
         assert kept == sent(made(9)[: 4 + keep])
-
-
-def test_routes_of_an_engine_that_does_not_pack_are_packed_when_they_arrive() -> None:
-    response = Generation.of(range(5), [0.0] * 5, (VersionSpan("0", 0, 5),), "length", 0, answer(made(9)))
-    assert with_packed_routes(response, ROUTING, 9).routes == to_bytes(encode_routes(made(9), ROUTING, "k"))
-    outside = made(9)
-    outside[3] = -1
-    for other, rows in ((response, 8), (replace(response, routes=answer(outside)), 9), (with_packed_routes(response, ROUTING, 9), 9)):
-        assert with_packed_routes(other, ROUTING, rows) is other, "left for the trajectory's check, or packed already"
-    assert with_packed_routes(response, None, 9) is response
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

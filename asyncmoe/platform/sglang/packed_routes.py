@@ -1,8 +1,7 @@
 """Packs the routes of a response in the scheduler.
 
 SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
-`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336 bytes, or 448 in base64. The reader
-accepts both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
+`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed, they take 336 bytes, or 448 in base64.
 
 Every rank's scheduler finishes a response, but only one of them sends it (`Scheduler.init_ipc_channels`; with data-parallel attention one
 for each group). The others do not collect its routes at all: reading them from host memory takes as long as packing.
@@ -34,16 +33,9 @@ def install() -> None:
     text = os.environ.get(ROUTING_VARIABLE)
     if not text:
         return
-    try:
-        import torch
+    from asyncmoe.trajectory.sent_routes import routing_in
 
-        from asyncmoe.trajectory.sent_routes import routing_in
-
-        routing = routing_in(text)
-        packed(torch.arange(routing.top_k, dtype=torch.int32).repeat(1, routing.all_layers, 1), routing)
-    except (ImportError, RuntimeError, ValueError) as error:
-        print(f"routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here: {error}", flush=True)
-        return
+    routing = routing_in(text)
     after_import(MODULE, lambda module: _mend(module, routing))
 
 

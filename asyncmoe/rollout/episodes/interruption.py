@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.engines.decode import cut, with_packed_routes
+from asyncmoe.engines.decode import cut
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.engines.types import ABORTED, Listener, Sampling, Tokens
@@ -74,7 +74,7 @@ async def respond(
         request = request if request.partial == (most < room) else replace(request, partial=most < room)
         sampled = sampling if sampling.max_new_tokens == most else replace(sampling, max_new_tokens=most)
         answer = await (answers or pool).generate(asked, sampled, known, request=request, listener=listener)
-        answered = with_packed_routes(answer.generation, sampling.recording.routing, len(asked) + len(answer.generation.tokens) - 1 - known)
+        answered = answer.generation
         if listener is not None and listener.kept is not None:
             keep = listener.kept - (sampling.max_new_tokens - room)
             pool.lost_tokens += len(answered.tokens) - keep

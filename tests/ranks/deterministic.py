@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from asyncmoe.log.log import Place
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rpc.messages import Leased
-from asyncmoe.trainer import loop
+from asyncmoe.trainer import start
 from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.data import held
 from asyncmoe.trainer.model import deterministic, gpt, mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
@@ -78,7 +80,7 @@ def trained(path: Path, variant: str, layout: str) -> list[Any]:
     adam, routing, controller = optimizer.build(config, built), models.kept_routing(config, built.hf), Batches()
     client: Any = controller
     samples, figures = TrainerSamples(config, place, 0, 0), []
-    learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples)
+    learner = Learner(config, built, adam, partial(held.fetch, client), start.replay(config, built), NO_PLUGINS, samples)
     for step in range(STEPS):
         made = learner.learn(controller.batch_of(step, routing), "rl", VERSION + step, lambda: None)
         figures += [[one.loss.hex(), one.grad_norm.hex()] for one in made.updates if one.updated]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.trainer import losses, objective, step
-from asyncmoe.trainer.loop import agree
 from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.start import agree
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, snapshot

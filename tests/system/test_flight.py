@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncmoe.flight.records import TRAINED
 from asyncmoe.telemetry import processes
 from tests import families
 from tests.system.runs import Command, json_lines, logs, metrics, refused, start, wait_for
@@ -38,6 +41,18 @@ def lose(directory: Path, role: str) -> None:
     assert wait_for(partial(trained, directory, lines, last + 1), 150), logs(directory)
 
 
+def forged(directory: Path, step: dict[str, Any], resume: Callable[[], Command]) -> str:
+    """Return what a run that is resumed says if the first digest of the weights after a step was another one; restore the record."""
+    file, true = directory / TRAINED, str(step["weights"])
+    text, other = file.read_text(), ("B" if true[0] == "A" else "A") + true[1:]
+    assert true in text
+    file.write_text(text.replace(true, other))
+    status, _, error = resume().finish()
+    assert status != 0
+    file.write_text(file.read_text().replace(other, true))
+    return error
+
+
 def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) -> None:
     """By a replay, by a fork without other keys, and by the replay of a pack that was moved and whose run is gone."""
     directory, steps = tmp_path / "run", 24
@@ -45,7 +60,11 @@ def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) 
     assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
     for role in ("trainer.1", "controller", "engine.0"):
         lose(directory, role)
-    command.succeed(directory=directory)
+    command.process.kill()
+    assert command.gone(), command.alive()
+    step = json_lines(directory / TRAINED)[-1]
+    assert "weights after the step differ in embedding" in forged(directory, step, lambda: start(directory, *SHAPE, f"run.steps={steps}"))
+    start(directory, *SHAPE, f"run.steps={steps}").succeed(directory=directory)
     assert {one["lineage"] for one in metrics(directory)} == {0}, "no weights were lost"
     losses: dict[int, set[float]] = {}
     for one in metrics(directory):
@@ -84,7 +103,7 @@ def test_two_hundred_steps_with_forty_faults(tmp_path: Path) -> None:
     assert {one["lineage"] for one in metrics(directory)} == {0}
     same = forked(directory, WARM, tmp_path / "same")
     assert weights(same, tmp_path / "of-fork") == weights(directory, tmp_path / "of-run")
-    assert len(json_lines(directory / "trained.jsonl")) > steps
+    assert len(json_lines(directory / TRAINED)) > steps
 
 
 @pytest.mark.thorough
@@ -113,4 +132,4 @@ def test_every_kind_of_model_layout_and_dtype(
     start(directory, *SHAPE, "run.steps=40", "warmup.steps=2", *shape).succeed(600.0, directory)
     out, _ = Command("replay", str(directory)).succeed(600.0)
     assert "steps 3 to 42: bit-equal" in out
-    assert json_lines(directory / "trained.jsonl")[0]["circumstances"]["threads"] == "2"
+    assert json_lines(directory / TRAINED)[0]["circumstances"]["threads"] == "2"

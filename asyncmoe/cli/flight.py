@@ -27,7 +27,7 @@ def replay(
     Needs no engines: ranks start on this machine, from the newest checkpoint before step A. The result is "bit-equal", or the first step
     and tensor that differ and the likely reason; then the exit status is 1. Nothing is written to RUN. For example:
 
-        asyncmoe replay runs/demo --step 30:40
+        asyncmoe replay runs/demo --step 430:440
 
         asyncmoe replay runs/big --step 812 trainer.ranks=8 trainer.pp=1
 
@@ -59,14 +59,14 @@ def fork(
 
     The fork is a run of its own, in run.dir=DIR or RUN-fork-AT. It ends with the recorded batches. For example:
 
-        asyncmoe fork runs/demo --at 20 objective.correction.rule=none run.dir=runs/without
+        asyncmoe fork runs/demo --at 420 objective.correction.weight=none run.dir=runs/without
 
         asyncmoe report runs/demo runs/without
     """
     from asyncmoe import interrupts
     from asyncmoe.launch import replay as launcher
 
-    with interrupts.stopping("stopped; the run is unchanged, the fork is incomplete"):
+    with interrupts.stopping("stopped; the run is unchanged, and nothing is left of the fork"):
         out = launcher.fork(run_dir, at, overrides or ())
     typer.echo(f"{out}: next, asyncmoe report {run_dir} {out}")
 
@@ -83,17 +83,18 @@ def pack(
     """
     from asyncmoe.flight import pack as packer
 
-    found = _steps(steps)
+    found = _steps(steps, "--steps")
     assert found is not None
     for line in packer.pack(run_dir, *found, out):
         typer.echo(line)
+    typer.echo(f"{out}: next, asyncmoe replay {out}")
 
 
-def _steps(text: str | None) -> tuple[int, int] | None:
+def _steps(text: str | None, option: str = "--step") -> tuple[int, int] | None:
     """Parse "A" or "A:B". Raises UserError."""
     if text is None:
         return None
     first, _, last = text.partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first)):
-        raise UserError("--step", got=repr(text), expected="A or A:B with 1 <= A <= B")
+        raise UserError(option, got=repr(text), expected="A or A:B with 1 <= A <= B")
     return int(first), int(last or first)

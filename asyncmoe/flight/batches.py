@@ -113,7 +113,10 @@ class Batches:
 def reader_of(run_dir: Path, section: LogSection) -> Reader:
     """Return the reader of a run's logs. Raises DataError if they are not there, and UserError without the Redis client."""
     if (known := belonging.read(run_dir)) is None:
-        raise DataError("RUN", got=f"{run_dir}, which has no {belonging.MARKER}", expected="a run with a log, which holds its batches")
+        hint = "a fork has no batches of its own: fork the run, with the keys of both forks"
+        raise DataError(
+            "RUN", got=f"{run_dir}, which has no {belonging.MARKER}", expected="a run with a log, which holds its batches", hint=hint
+        )
     if section.redis is not None:
         installed.need("redis", "log.redis")
         from asyncmoe.log import redis

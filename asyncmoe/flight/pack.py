@@ -143,7 +143,9 @@ def _lines(recorded: Recorded, start: int, last: int) -> Iterator[bytes]:
 
 def _copy(checkpoint: Path, copy: Path, kept: Mapping[str, str]) -> None:
     """Copy a checkpoint, with only the `kept` part of its origin."""
-    shutil.copytree(checkpoint, copy)
+    for name in (manifest.MANIFEST, *manifest.names_in(checkpoint)):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint / name, copy / name)
     if fault := intact.fault(copy):
         raise intact.refused(checkpoint, fault)
     facts = checkpoints.facts(copy)

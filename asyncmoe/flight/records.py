@@ -6,6 +6,7 @@ run's log, which holds the batches, and a checkpoint, the lines suffice to train
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import Tail, decoded
 
+log = logging.getLogger(__name__)
 TRAINED = "trained.jsonl"
 
 
@@ -84,23 +86,26 @@ class Recorded:
 
 
 def read(run_dir: Path) -> Recorded:
-    """Read the records of a run; an incomplete last line is ignored.
+    """Read the records of a run. An incomplete last line is ignored; a step whose line is damaged has no record.
 
     Raises:
-        DataError: the run has no records, or a line is damaged.
+        DataError: the run has no records.
     """
     if not (path := run_dir / TRAINED).is_file():
-        expected = f"a run with {TRAINED}, which records its trained steps"
-        raise DataError("RUN", got=f"{run_dir}, which has none", expected=expected, hint="runs of older versions have no records")
+        got, hint = f"{run_dir}, which has no {TRAINED}", "runs of older versions have no records"
+        raise DataError("RUN", got=got, expected="a run that records its trained steps", hint=hint)
     steps: dict[int, TrainedStep] = {}
     starts: dict[int, Started] = {}
     start: Started | None = None
     for where, line in Tail(path).lines():
-        if b'"started_at"' in line:
-            before, start = start, decoded(where, line, Started)
-            if not (start.deterministic and before is not None and before.circumstances == start.circumstances):
-                steps = {step: one for step, one in steps.items() if step <= start.started_at}  # the weights of later ones are lost
-        elif start is not None:
-            step = decoded(where, line, TrainedStep)
-            steps[step.step], starts[step.step] = step, start
+        try:
+            if b'"started_at"' in line:
+                before, start = start, decoded(where, line, Started)
+                if not (start.deterministic and before is not None and before.circumstances == start.circumstances):
+                    steps = {step: one for step, one in steps.items() if step <= start.started_at}  # the weights of later ones are lost
+            elif start is not None:
+                step = decoded(where, line, TrainedStep)
+                steps[step.step], starts[step.step] = step, start
+        except DataError as error:
+            log.warning("%s", error)
     return Recorded(steps, starts, start)

@@ -79,8 +79,12 @@ class Source:
                 return one
             log.warning("%s is damaged: %s; training begins earlier", checkpoint.name, fault)
         got = f"checkpoints of steps {ranges(self.bases)}" if self.bases else "no checkpoint"
-        hint = "log.keep keeps more steps, with the checkpoint before them"
-        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=hint)
+        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=self._hint)
+
+    @property
+    def _hint(self) -> str:
+        there = ranges(self.steps) or "none"
+        return f"steps with a record and a batch: {there}; log.keep sets how many are kept, and the warm-up is not recorded"
 
     def stretches(self, first: int, last: int) -> list[Stretch]:
         """Split steps `first + 1` to `last` into stretches.
@@ -88,11 +92,10 @@ class Source:
         Raises:
             DataError: a step has no record or no batch any more; names the steps that have.
         """
-        there = self.steps
-        if lacking := [step for step in range(first + 1, last + 1) if step not in there]:
-            got = f"step {lacking[0]} without {'a batch in the log' if lacking[0] in self.recorded.steps else 'a record'}"
-            hint = f"there are steps {ranges(there)}; log.keep sets how many are kept" if there else "log.keep sets how many are kept"
-            raise DataError(str(self.folder), got=got, expected=f"steps {first + 1} to {last}", hint=hint)
+        there = {*self.steps}
+        if (lacking := next((step for step in range(first + 1, last + 1) if step not in there), None)) is not None:
+            got = f"step {lacking} without {'a batch in the log' if lacking in self.recorded.steps else 'a record'}"
+            raise DataError(str(self.folder), got=got, expected="a record and a batch of every step", hint=self._hint)
 
         def kind(step: int) -> tuple[object, ...]:
             start = self.recorded.starts[step]
@@ -110,7 +113,7 @@ class Source:
             first -= 1
         begins = [one for one in self.bases if first - 1 <= one < last]
         if not begins:
-            raise DataError(str(self.folder), got="no batch of a step after a checkpoint", expected="a run that keeps some (log.keep)")
+            raise DataError(str(self.folder), got="no batch of a step after a checkpoint", expected="some", hint=self._hint)
         return begins[0] + 1, last
 
 

@@ -80,10 +80,25 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
     if last == at:
         there = ranges(source.steps) or "none"
         raise ConfigError("--at", got=at, expected=f"a step before one that can be trained again; these are {there}")
-    given = configuration.of_run(run_dir, overrides).run.dir
-    target = run_dir.with_name(f"{run_dir.name}-fork-{at}") if given == run_dir else given
+    named = any(one.startswith("run.dir=") for one in overrides)
+    target = configuration.of_run(run_dir, overrides).run.dir if named else run_dir.with_name(f"{run_dir.name}-fork-{at}")
     storage.check_new("fork", target)
     storage.make_private(target)
+    try:
+        _fork(source, at, last, target, overrides)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)  # nothing goes on with an incomplete fork
+        raise
+    weak = [one for one in read_steps(target / METRICS) if one.step > at and one.ess is not None and one.ess < _FAR]
+    if weak:
+        lowest = min(weak, key=lambda one: one.ess or 0.0)
+        told = f"below {_FAR:g} from step {weak[0].step} on, {lowest.ess:.2g} at step {lowest.step}"
+        print(f"{WARNING}the effective sample size is {told}: the policy is too far from the recorded batches to judge it by them")
+    return target
+
+
+def _fork(source: Source, at: int, last: int, target: Path, overrides: Sequence[str]) -> None:
+    run_dir = source.folder
     if (run_dir / origin.FILE).exists():
         shutil.copy(run_dir / origin.FILE, target)
     done = source.base(at)
@@ -92,12 +107,6 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
         _train(source, done, at, target, (), checkpoint, keeps=True)
         checkpoint = directories.directory(target, at)
     _train(source, at, last, target, overrides, checkpoint, forks=True, keeps=True)
-    weak = [one for one in read_steps(target / METRICS) if one.step > at and one.ess is not None and one.ess < _FAR]
-    if weak:
-        lowest = min(weak, key=lambda one: one.ess or 0.0)
-        told = f"below {_FAR:g} from step {weak[0].step} on, {lowest.ess:.2g} at step {lowest.step}"
-        print(f"{WARNING}the effective sample size is {told}: the policy is too far from the recorded batches to judge it by them")
-    return target
 
 
 def against(run_dir: Path, other: Path) -> bool:
@@ -193,7 +202,7 @@ def _run(config: Config, stage: Stage, threads: str | None) -> None:
             _show(steps, stage.last)
         _show(steps, stage.last)
         if child.returncode != 0:
-            raise AsyncmoeError(child.why())
+            raise AsyncmoeError(child.why(), exit_code=UserError.exit_code)  # 1 says that bits differ
     finally:
         child.end(5.0)
 
@@ -206,13 +215,14 @@ def _show(steps: Tail, last: int) -> None:
 
 def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches | None, findings: Sequence[Finding] = ()) -> bool:
     """Print how other records of some steps differ from a run's, and what a replay found. Return whether there is nothing."""
-    where = f"steps {steps[0]} to {steps[-1]}"
+    where = f"step{'s' * (len(steps) > 1)} {ranges(steps)}"
 
     def items(step: int) -> Sequence[Item]:
         return batches.leased(step - 1).items if batches is not None and step - 1 in batches.kept else ()
 
     found = compare.first_difference(recorded, mine, steps)
-    if found is None and not all(one.steps[steps[-1]].weights for one in (recorded, mine)):
+    known = all(one.steps[steps[-1]].weights for one in (recorded, mine))
+    if found is None and not known:
         print(f"{where}: losses and gradient norms are equal; nothing is known of the rest, because not both were deterministic")
     elif found is None:
         print(f"{where}: bit-equal (losses, gradients, weights, optimizer)")
@@ -231,4 +241,4 @@ def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches 
             worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
             share = f"{worst.largest / (worst.magnitude or 1.0):.2g} of its largest weight, elements {worst.first} to {worst.last}"
             print(f"weights after step {one.step}: {len(one.tensors)} tensors differ, most in {worst.name} ({share})")
-    return found is None and not stale
+    return found is None and known and not stale

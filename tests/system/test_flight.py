@@ -84,8 +84,8 @@ def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) 
     (tmp_path / "model").unlink()
     (tmp_path / "packed").rename(tmp_path / "moved")
     out, _ = Command("replay", str(tmp_path / "moved"), "--step", str(WARM + 11)).succeed()
-    assert f"steps {WARM + 11} to {WARM + 11}: bit-equal" in out
-    assert f"there are steps {WARM + 1} to {WARM + 12}" in refused("replay", str(tmp_path / "moved"), "--step", "1000")
+    assert f"step {WARM + 11}: bit-equal" in out
+    assert f"a record and a batch: {WARM + 1} to {WARM + 12}" in refused("replay", str(tmp_path / "moved"), "--step", "1000")
 
 
 @pytest.mark.thorough

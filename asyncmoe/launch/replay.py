@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from asyncmoe import checkpoints, models, storage
 from asyncmoe import config as configuration
-from asyncmoe import models, storage
 from asyncmoe.checkpoints import directories
 from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.config import Config, moved
@@ -153,6 +153,8 @@ def _train(
     parts = [Stretch(parts[0].start, done, last)] if forks else parts
     for part in parts:
         config = _config(source, part, target, overrides)
+        for fault in () if checkpoint is None else checkpoints.kind_faults(checkpoint, config.checkpoint_kind):
+            raise fault
         begin = "" if checkpoint is None else str(checkpoint.absolute())
         stage = Stage(str(source.folder.absolute()), begin, part.last, not forks, keeps or part is not parts[-1], tokens)
         _run(config, stage, part.start.circumstances.get("threads"))

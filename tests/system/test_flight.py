@@ -72,13 +72,16 @@ def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) 
     assert len(metrics(directory)) > len(losses), "steps were trained again"
     assert all(len(found) == 1 for found in losses.values())
 
-    out, _ = Command("replay", str(directory)).succeed(600.0)
+    out, _ = Command("replay", str(directory), "--tokens").succeed(600.0)
     assert f"steps {WARM + 1} to {WARM + steps}: bit-equal" in out
     same = forked(directory, WARM + 5, tmp_path / "same")
     assert weights(same, tmp_path / "of-fork") == weights(directory, tmp_path / "of-run")
-    other = forked(directory, WARM + steps - 4, tmp_path / "other", "objective.correction.weight=none")
+    other = forked(directory, WARM + steps - 4, tmp_path / "other", "trainer.optimizer.lr=1e-4")
     assert [one["step"] for one in metrics(other)] == list(range(WARM + steps - 3, WARM + steps + 1))
 
+    status, out, _ = Command("replay", str(directory), "--against", str(other)).finish()
+    assert (status, out.startswith(f"step {WARM + steps - 3}: the learning rate")) == (1, True), out
+    assert "  trainer.optimizer.lr: " in out
     Command("pack", str(directory), str(tmp_path / "packed"), "--steps", f"{WARM + 10}:{WARM + 12}").succeed()
     shutil.rmtree(directory)
     (tmp_path / "model").unlink()

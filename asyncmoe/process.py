@@ -252,3 +252,15 @@ def _lives(group: int) -> bool:
 def boot_id() -> str:
     """Return the kernel's ID of this host's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def run_rank(name: str, act: Callable[[], None]) -> NoReturn:
+    """Run a command's part in a rank, and end this process: with a line for a user-facing error and its status, else with 0."""
+    die_with_parent()
+    try:
+        with named(name):
+            act()
+    except AsyncmoeError as error:
+        say(error)
+        leave(error.exit_code)
+    leave(0)

@@ -20,7 +20,7 @@ _ENOUGH = 8
 
 
 @dataclass(frozen=True)
-class Stale:
+class StaleTokens:
     """Tokens that fit the version before the one they were recorded with.
 
     Attributes:
@@ -39,7 +39,7 @@ class Stale:
     tokens: tuple[int, int]
 
 
-def stale(step: int, trajectories: Mapping[int, Trajectory], trainer: Mapping[int, Mapping[int, np.ndarray]]) -> list[Stale]:
+def stale(step: int, trajectories: Mapping[int, Trajectory], trainer: Mapping[int, Mapping[int, np.ndarray]]) -> list[StaleTokens]:
     """Return the stale parts of a batch; a part is a trajectory's tokens of one version.
 
     A part is stale if it agrees with the version before up to twice the usual rounding, and differs from its own by more than six times
@@ -53,7 +53,7 @@ def stale(step: int, trajectories: Mapping[int, Trajectory], trainer: Mapping[in
             sampling and with the recorded experts and masks. Tokens are checked if it has their trajectory under their version and
             under the one before.
     """
-    parts: list[Stale] = []
+    parts: list[StaleTokens] = []
     rounding: dict[bool, list[float]] = {True: [], False: []}
     for position, one in trajectories.items():
         for version in np.unique(one.versions[one.loss_mask]).tolist():
@@ -62,7 +62,7 @@ def stale(step: int, trajectories: Mapping[int, Trajectory], trainer: Mapping[in
             if not (exact or len(at) >= _ENOUGH) or any(values is None for values in under):
                 continue
             own, before = (float(np.abs(one.logprobs[at] - values[at]).max()) for values in under if values is not None)
-            parts.append(Stale(step, position, version, own, before, (int(at[0]), int(at[-1]) + 1)))
+            parts.append(StaleTokens(step, position, version, own, before, (int(at[0]), int(at[-1]) + 1)))
             rounding[exact].append(min(own, before))
     usual = np.quantile(rounding[True] or rounding[False] or [0.0], 0.9)
     return [one for one in parts if one.before <= 2 * usual and one.difference > max(_LEAST, 6 * usual)]

@@ -12,7 +12,7 @@ import numpy as np
 from asyncmoe.config.fields import said
 from asyncmoe.config.schema import LAYOUT
 from asyncmoe.errors import DataError
-from asyncmoe.flight.records import Recorded, Started
+from asyncmoe.flight.records import Started, StepRecords
 from asyncmoe.telemetry.loggers.points import flat
 
 What = Literal[
@@ -61,7 +61,7 @@ class Difference:
     got: str
 
 
-def first_difference(recorded: Recorded, other: Recorded, steps: range) -> Difference | None:
+def first_difference(recorded: StepRecords, other: StepRecords, steps: range) -> Difference | None:
     """Return the first difference in some steps, or None if they are equal to the last bit.
 
     Raises:
@@ -79,7 +79,7 @@ def first_difference(recorded: Recorded, other: Recorded, steps: range) -> Diffe
     return None
 
 
-def relative_differences(recorded: Recorded, other: Recorded, steps: range) -> np.ndarray:
+def relative_differences(recorded: StepRecords, other: StepRecords, steps: range) -> np.ndarray:
     """Return how far another layout is from the record.
 
     Returns:
@@ -135,7 +135,7 @@ Named = Callable[[Any], Mapping[str, str]]
 """Returns values by the name under which `Difference.where` has them; "": no name."""
 
 
-def _parts(recorded: Recorded, other: Recorded, step: int) -> Iterator[tuple[What, Named, Any, Any]]:
+def _parts(recorded: StepRecords, other: StepRecords, step: int) -> Iterator[tuple[What, Named, Any, Any]]:
     """Yield the parts of a step with both values, in the order of `What`."""
     one, two, tensors = recorded.steps[step], other.steps[step], partial(_digests, recorded.starts[step].tensors)
     yield "inputs", _single, one.items, two.items
@@ -177,7 +177,7 @@ def _places(schedule: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Mapping[st
     return {str(position): places[position] for position in sorted(places)}
 
 
-def _check(recorded: Recorded, other: Recorded, step: int) -> None:
+def _check(recorded: StepRecords, other: StepRecords, step: int) -> None:
     for one in (recorded, other):
         if step not in one.steps:
             there = f"{min(one.steps)} to {max(one.steps)}" if one.steps else "none"

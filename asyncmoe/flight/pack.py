@@ -26,8 +26,8 @@ from asyncmoe.config import Config, moved
 from asyncmoe.errors import DataError
 from asyncmoe.flight import records
 from asyncmoe.flight.batches import Batches
-from asyncmoe.flight.records import Recorded
-from asyncmoe.flight.source import Source
+from asyncmoe.flight.records import StepRecords
+from asyncmoe.flight.source import RecordedRun
 from asyncmoe.log import belonging
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Place
@@ -60,7 +60,7 @@ def pack(run_dir: Path, first: int, last: int, out: Path) -> list[str]:
         ConfigError: the user's own code cannot be imported.
         StorageError: it cannot be written.
     """
-    source = Source.of(run_dir)
+    source = RecordedRun.of(run_dir)
     config, start = hub.with_local_model(source.config, download=False), source.base(first - 1)
     starts = [one.start for one in source.stretches(start, last)]
     with storage.new_directory("the pack", out) as folder, storage.writing("the pack", out):
@@ -131,7 +131,7 @@ def _public(value: Any, key: str = "") -> Any:
     return HIDDEN if is_secret(key) and value else _ABSOLUTE.sub("", without_users(value))
 
 
-def _lines(recorded: Recorded, start: int, last: int) -> Iterator[bytes]:
+def _lines(recorded: StepRecords, start: int, last: int) -> Iterator[bytes]:
     """Yield the records of the steps after `start`, each start of the trainer before its first step."""
     former = None
     for step in range(start + 1, last + 1):

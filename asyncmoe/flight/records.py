@@ -71,7 +71,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class StepRecords:
     """The records of a run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recorded:
     newest: Started | None = None
 
 
-def read(run_dir: Path) -> Recorded:
+def read(run_dir: Path) -> StepRecords:
     """Read the records of a run. An incomplete last line is ignored; a step whose line is damaged has no record.
 
     Raises:
@@ -101,11 +101,12 @@ def read(run_dir: Path) -> Recorded:
         try:
             if b'"started_at"' in line:
                 before, start = start, decoded(where, line, Started)
-                if not (start.deterministic and before is not None and before.circumstances == start.circumstances):
+                again = before and (before.config, before.circumstances) == (start.config, start.circumstances)
+                if not (start.deterministic and again):
                     steps = {step: one for step, one in steps.items() if step <= start.started_at}  # the weights of later ones are lost
             elif start is not None:
                 step = decoded(where, line, TrainedStep)
                 steps[step.step], starts[step.step] = step, start
         except DataError as error:
             log.warning("%s", error)
-    return Recorded(steps, starts, start)
+    return StepRecords(steps, starts, start)

@@ -14,13 +14,13 @@ from asyncmoe.config import Config
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.flight import records
 from asyncmoe.flight.batches import Batches
-from asyncmoe.flight.records import Recorded, Started
+from asyncmoe.flight.records import Started, StepRecords
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ConfiguredSteps:
     """Consecutive steps that were trained under one configuration.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordedRun:
     """A recorded run, which may be in progress.
 
     Attributes:
@@ -43,11 +43,11 @@ class Source:
 
     folder: Path
     config: Config
-    recorded: Recorded
+    recorded: StepRecords
     batches: Batches
 
     @classmethod
-    def of(cls, folder: Path) -> Source:
+    def of(cls, folder: Path) -> RecordedRun:
         """Read a run's records. Raises UserError: it has none, or they are damaged."""
         config = configuration.of_run(folder)
         return cls(folder, config, records.read(folder), Batches(folder, config.log))
@@ -86,7 +86,7 @@ class Source:
         there = ranges(self.steps) or "none"
         return f"steps with a record and a batch: {there}; log.keep sets how many are kept, and the warm-up is not recorded"
 
-    def stretches(self, first: int, last: int) -> list[Stretch]:
+    def stretches(self, first: int, last: int) -> list[ConfiguredSteps]:
         """Split steps `first + 1` to `last` into stretches.
 
         Raises:
@@ -102,7 +102,7 @@ class Source:
             return start.config, start.circumstances.get("threads")
 
         runs = [list(steps) for _, steps in groupby(range(first + 1, last + 1), kind)]
-        return [Stretch(self.recorded.starts[steps[0]], steps[0] - 1, steps[-1]) for steps in runs]
+        return [ConfiguredSteps(self.recorded.starts[steps[0]], steps[0] - 1, steps[-1]) for steps in runs]
 
     @property
     def newest(self) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def ranges(steps: Collection[int]) -> str:
 def described(run_dir: Path) -> str:
     """Return a line that says which steps of a run can be trained again, or why none can."""
     try:
-        source = Source.of(run_dir)
+        source = RecordedRun.of(run_dir)
         first, last = source.newest
     except UserError as error:
         return f"no step can be replayed: {error}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncmoe.flight.agreement import Stale
+from asyncmoe.flight.agreement import StaleTokens
 
 FINDINGS = "findings.jsonl"
-"""In the directory of a replay: a `Finding` for each step with one."""
+"""In the directory of a replay: a `StepFinding` for each step with one."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class TensorDifference(msgspec.Struct, frozen=True):
     magnitude: float
 
 
-class Finding(msgspec.Struct, frozen=True):
+class StepFinding(msgspec.Struct, frozen=True):
     """What a replay found at a step.
 
     Attributes:
@@ -57,4 +57,4 @@ class Finding(msgspec.Struct, frozen=True):
 
     step: int
     tensors: tuple[TensorDifference, ...] = ()
-    stale: tuple[Stale, ...] = ()
+    stale: tuple[StaleTokens, ...] = ()

@@ -22,9 +22,9 @@ from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
 from asyncmoe.flight import compare, pack, records
 from asyncmoe.flight.batches import Batches
-from asyncmoe.flight.records import Recorded
-from asyncmoe.flight.source import Source, Stretch, ranges
-from asyncmoe.flight.stage import FINDINGS, Finding, Stage
+from asyncmoe.flight.records import StepRecords
+from asyncmoe.flight.source import ConfiguredSteps, RecordedRun, ranges
+from asyncmoe.flight.stage import FINDINGS, Stage, StepFinding
 from asyncmoe.launch.torchrun import THREADS, trainer_command, trainer_environment
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
@@ -61,7 +61,7 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str], tokens:
     done, scratch = source.base(first - 1), Scratch()
     target = scratch.path / "replay"
     _train(source, done, last, target, overrides, source.checkpoint(done), tokens=tokens)
-    found = Tail(target / FINDINGS).poll_as(Finding)
+    found = Tail(target / FINDINGS).poll_as(StepFinding)
     equal = _compare(source.recorded, records.read(target), range(first, last + 1), source.batches, found)
     scratch.remove()
     return equal
@@ -97,7 +97,7 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
     return target
 
 
-def _fork(source: Source, at: int, last: int, target: Path, overrides: Sequence[str]) -> None:
+def _fork(source: RecordedRun, at: int, last: int, target: Path, overrides: Sequence[str]) -> None:
     run_dir = source.folder
     if (run_dir / origin.FILE).exists():
         shutil.copy(run_dir / origin.FILE, target)
@@ -120,18 +120,18 @@ def against(run_dir: Path, other: Path) -> bool:
     return _compare(one, two, range(both[0], both[-1] + 1), batches)
 
 
-def _opened(run_dir: Path) -> Source:
+def _opened(run_dir: Path) -> RecordedRun:
     """Open a run or a pack, whose files are verified and whose plug-ins are found from now on. Raises UserError."""
     if (run_dir / MANIFEST).exists():
         pack.verify(run_dir)
         own = str((run_dir / pack.PLUGINS).absolute())
         sys.path.insert(1, own)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
-    return Source.of(run_dir)
+    return RecordedRun.of(run_dir)
 
 
 def _train(
-    source: Source,
+    source: RecordedRun,
     done: int,
     last: int,
     target: Path,
@@ -150,7 +150,7 @@ def _train(
         keeps: save a checkpoint of the last step.
     """
     parts = source.stretches(done, last)
-    parts = [Stretch(parts[0].start, done, last)] if forks else parts
+    parts = [ConfiguredSteps(parts[0].start, done, last)] if forks else parts
     for part in parts:
         config = _config(source, part, target, overrides)
         for fault in () if checkpoint is None else checkpoints.kind_faults(checkpoint, config.checkpoint_kind):
@@ -161,7 +161,7 @@ def _train(
         checkpoint = directories.directory(target, part.last)
 
 
-def _config(source: Source, part: Stretch, target: Path, overrides: Sequence[str]) -> Config:
+def _config(source: RecordedRun, part: ConfiguredSteps, target: Path, overrides: Sequence[str]) -> Config:
     """Write and return the configuration of a stretch.
 
     Raises:
@@ -193,10 +193,11 @@ def _run(config: Config, stage: Stage, threads: str | None) -> None:
         AsyncmoeError: a rank failed. No time limit: collectives have one (`trainer.timeout_s`), and a step takes as long as it takes.
     """
     folder = config.run.dir
-    file, log = folder / "stage.json", folder / "logs" / "replay.log"
+    file, scratch = folder / "stage.json", Scratch()  # a failure leaves its log there
     file.write_bytes(msgspec.json.encode(stage))
     environment = trainer_environment(({THREADS: threads} if threads else {}) | os.environ)
-    child = Child("replay", trainer_command(config, folder / moved.FILE, "asyncmoe.trainer.recorded", str(file)), log, environment)
+    command = trainer_command(config, folder / moved.FILE, "asyncmoe.trainer.recorded", str(file))
+    child = Child("replay", command, scratch.path / "replay.log", environment)
     steps = Tail(folder / METRICS)
     steps.poll_steps()
     try:
@@ -207,6 +208,7 @@ def _run(config: Config, stage: Stage, threads: str | None) -> None:
             raise AsyncmoeError(child.why(), exit_code=UserError.exit_code)  # 1 says that bits differ
     finally:
         child.end(5.0)
+    scratch.remove()
 
 
 def _show(steps: Tail, last: int) -> None:
@@ -215,7 +217,7 @@ def _show(steps: Tail, last: int) -> None:
             print(f"step {one.step} of {last}: loss {one.loss:.6g}, grad_norm {one.grad_norm:.6g}, {one.step_seconds:.1f} s", flush=True)
 
 
-def _compare(recorded: Recorded, mine: Recorded, steps: range, batches: Batches | None, findings: Sequence[Finding] = ()) -> bool:
+def _compare(recorded: StepRecords, mine: StepRecords, steps: range, batches: Batches | None, findings: Sequence[StepFinding] = ()) -> bool:
     """Print how other records of some steps differ from a run's, and what a replay found. Return whether there is nothing."""
     where = f"step{'s' * (len(steps) > 1)} {ranges(steps)}"
 

@@ -224,7 +224,7 @@ def recover(
         batch: episodes of a step.
         name: the log's name, for messages.
         lost: groups whose payload is damaged.
-        same: the trainer trains the replays with the same bits, so that its weights belong to the same history.
+        same: the trainer trains the replays with the same bits. Unless damage ends the replays, its weights belong to the same history.
 
     Raises:
         DataError: the log begins after the checkpoint, or ends before it.
@@ -252,7 +252,8 @@ def recover(
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
-    history, known = state.history + (bool(replays) and not same), first if unknown is None else unknown + 1
+    exact = same and not (state.damaged or lost)
+    history, known = state.history + (bool(replays) and not exact), first if unknown is None else unknown + 1
     return Recovered(accounts, replays, queued, (*again, *pending), arrivals, history, known, repairs)
 
 

@@ -20,11 +20,11 @@ from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.checkpoints import intact  # noqa: E402
 from asyncmoe.checkpoints.manifest import MANIFEST  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
-from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
+from asyncmoe.errors import StorageError  # noqa: E402
 from asyncmoe.models import shape_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import Adapter  # noqa: E402
-from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
+from asyncmoe.process import WARNING, run_rank  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
@@ -101,14 +101,10 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 def main() -> None:
     """Run the command; print user-facing errors as one line."""
-    die_with_parent()
-    try:
-        with named(f"export.{os.environ.get('RANK', '0')}"):
-            export(configuration.of_run(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
-    except AsyncmoeError as error:
-        say(error)
-        leave(error.exit_code)
-    leave(0)
+    run_rank(
+        f"export.{os.environ.get('RANK', '0')}",
+        lambda: export(configuration.of_run(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]),
+    )
 
 
 if __name__ == "__main__":

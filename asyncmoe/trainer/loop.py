@@ -194,7 +194,7 @@ class Trainer:
             self._span("train", *part)
         dropped = f"{SKIPPED}{learned.untrained}" if learned.untrained else ""
         if phase == "rl":
-            self._recorder.record(self._step + 1, leased.items, learned)
+            self._recorder.record(self._step + 1, leased, learned)
         self._client.ask(Commit(leased.step, dropped), ANSWER_S)
         self._step += 1
         warm = self._step == self._config.warmup.steps

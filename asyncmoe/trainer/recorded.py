@@ -17,14 +17,14 @@ import msgspec
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import directories
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.flight import agreement
-from asyncmoe.flight.agreement import Stale
+from asyncmoe.flight.agreement import StaleTokens
 from asyncmoe.flight.records import TrainedStep
-from asyncmoe.flight.source import Source
-from asyncmoe.flight.stage import FINDINGS, Finding, Stage
+from asyncmoe.flight.source import RecordedRun
+from asyncmoe.flight.stage import FINDINGS, Stage, StepFinding
 from asyncmoe.imports import uncollected
-from asyncmoe.process import die_with_parent, freeze, leave, named, say
+from asyncmoe.process import freeze, run_rank
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # imports Megatron
     from asyncmoe.trainer.batch_trainer import Learner, LogProbs
 
 
-def told(source: Source, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
+def told(source: RecordedRun, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
     """Return the record of a step (steps taken, this one included), without its micro-batches if it had another layout; None: it has
     none."""
     found = source.recorded.steps.get(step)
@@ -65,7 +65,7 @@ def run(config: Config, stage: Stage) -> None:
     from asyncmoe.trainer.samples import TrainerSamples
     from asyncmoe.trainer.step_recorder import StepRecorder
 
-    source = Source.of(Path(stage.source))
+    source = RecordedRun.of(Path(stage.source))
     place, plugins = start.join(config)
     first = Path(stage.checkpoint) if stage.checkpoint else None
     if first is not None and (fault := checkpoint_choice.agreed_fault(first, place)) is not None:
@@ -86,12 +86,12 @@ def run(config: Config, stage: Stage) -> None:
         then = told(source, step + 1, layout_of(recorder.started.circumstances))
         got = unix()
         learned = learner.learn(leased, "rl", step, lambda: None, then if stage.replays else None)
-        made = recorder.record(step + 1, leased.items, learned)
+        made = recorder.record(step + 1, leased, learned)
         if metrics is not None:
             metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, got, unix()), Stood()))
         known = directories.directory(source.folder, step + 1)
         checked = stage.replays and then is not None and made.weights != then.weights and known.is_dir()
-        found = Finding(step + 1, tuple(differences(known, built)) if checked else (), tuple(stale))
+        found = StepFinding(step + 1, tuple(differences(known, built)) if checked else (), tuple(stale))
         if place.rank == 0 and (found.tensors or found.stale):
             with JsonLines(config.run.dir / FINDINGS) as lines:
                 lines.append(msgspec.json.encode(found) + b"\n")
@@ -105,11 +105,11 @@ def run(config: Config, stage: Stage) -> None:
 class TokenCheck:
     """Looks for tokens that fit another version than theirs, while the weights of each version pass by. Every rank makes the same calls."""
 
-    def __init__(self, learner: Learner, source: Source, last: int) -> None:
+    def __init__(self, learner: Learner, source: RecordedRun, last: int) -> None:
         self._learner, self._batches, self._last = learner, source.batches, last
         self._scored: dict[int, dict[int, LogProbs]] = {}
 
-    def at(self, step: int) -> list[Stale]:
+    def at(self, step: int) -> list[StaleTokens]:
         """Score the tokens of this version and the next with the current weights, version `step`; return the findings of the batch
         of that step, whose versions have all passed by."""
         for later in range(step, self._last):
@@ -124,25 +124,22 @@ class TokenCheck:
 
 def main() -> None:
     """Run the stage; print user-facing errors as one line."""
-    die_with_parent()
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
-    try:
-        with named(f"replay.{rank}"):
-            config = configuration.load(Path(sys.argv[1]))
-            stage = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=Stage)
-            with uncollected():
-                from asyncmoe.trainer.model import environment
 
-                environment.prepare(config)
-                from asyncmoe.platform import megatron
+    def act() -> None:
+        config = configuration.load(Path(sys.argv[1]))
+        stage = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=Stage)
+        with uncollected():
+            from asyncmoe.trainer.model import environment
 
-                megatron.prepare()
-            run(config, stage)
-    except AsyncmoeError as error:
-        say(error)
-        leave(error.exit_code)
-    leave(0)
+            environment.prepare(config)
+            from asyncmoe.platform import megatron
+
+            megatron.prepare()
+        run(config, stage)
+
+    run_rank(f"replay.{rank}", act)
 
 
 if __name__ == "__main__":

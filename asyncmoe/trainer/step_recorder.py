@@ -13,9 +13,10 @@ from asyncmoe.config import Config
 from asyncmoe.errors import DataError, InvariantBroken, StorageError
 from asyncmoe.flight import compare, records
 from asyncmoe.flight.circumstances import circumstances
-from asyncmoe.flight.records import Recorded, Started, TrainedStep
+from asyncmoe.flight.records import Started, StepRecords, TrainedStep
 from asyncmoe.platform import collectives
 from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Leased
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.trainer.checks import Guard
 from asyncmoe.trainer.model import deterministic
@@ -50,7 +51,7 @@ class StepRecorder:
         self._digests, self._first = StateDigests(model, optimizer) if wanted else None, model.mesh.rank == 0
         self._gradient: list[bytes] = []
         self._lines: JsonLines | None = None
-        self._before = Recorded({}, {})
+        self._before = StepRecords({}, {})
         self.started = Started(
             done,
             config.model_dump(mode="json"),
@@ -79,15 +80,17 @@ class StepRecorder:
 
         return watching
 
-    def record(self, step: int, items: Sequence[Item], learned: Learned) -> TrainedStep:
+    def record(self, step: int, leased: Leased, learned: Learned) -> TrainedStep:
         """Record a step of reinforcement learning; `step`: steps taken, this one included. Collective over all ranks.
+
+        From the first batch on that is not leased again, because damage to the log has ended the replays, steps are new ones.
 
         Raises:
             InvariantBroken: the step was trained again (`same`), and its record differs from the first one.
         """
         made = TrainedStep(
             step=step,
-            items=digest_of(items),
+            items=digest_of(leased.items),
             schedule=learned.schedule,
             refused=tuple(update.refused for update in learned.updates),
             advantages=learned.advantages.astype("<f4").tobytes(),
@@ -98,6 +101,7 @@ class StepRecorder:
             weights=self._digests.weights().astype("<u8").tobytes() if self._digests else b"",
             optimizer=self._digests.optimizer().astype("<u8").tobytes() if self._digests else b"",
         )
+        self.same = self.same and leased.replayed
         differs = self._differs(made) if self.same and self._first else ""
         if told := collectives.everyones(differs)[0] if self.same else "":
             hint = "this machine does not compute the same twice; run.deterministic=false trains the lost steps again all the same"
@@ -108,7 +112,7 @@ class StepRecorder:
     def _differs(self, made: TrainedStep) -> str:
         """Return how a step differs from its record before the restart; "" if it does not, or has none."""
         then = self._before.steps.get(made.step)
-        here = Recorded({made.step: made}, {made.step: self.started})
+        here = StepRecords({made.step: made}, {made.step: self.started})
         if then is None or (found := compare.first_difference(self._before, here, range(made.step, made.step + 1))) is None:
             return ""
         return compare.text(found)
@@ -135,11 +139,11 @@ def same_bits(one: Started, other: Started) -> bool:
     return one.deterministic and other.deterministic and not compare.reasons(one, other)
 
 
-def _before(config: Config, done: int) -> Recorded:
+def _before(config: Config, done: int) -> StepRecords:
     """Return the records of steps after `done`, which an earlier start of the run trained."""
     try:
         found = records.read(config.run.dir)
     except DataError:  # it has none
-        return Recorded({}, {})
+        return StepRecords({}, {})
     steps = {step: one for step, one in found.steps.items() if step > done}
-    return Recorded(steps, {step: found.starts[step] for step in steps}, found.newest)
+    return StepRecords(steps, {step: found.starts[step] for step in steps}, found.newest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncmoe.flight.agreement import Stale, stale
+from asyncmoe.flight.agreement import StaleTokens, stale
 from asyncmoe.trajectory import Trajectory
 from tests.unit.example_counts import examples
 from tests.unit.kept_trajectory import sampled
@@ -68,7 +68,7 @@ def test_parts_of_the_version_before_are_found(noise: float, change: float, plan
 def test_a_finding_names_tokens_and_differences() -> None:
     mask = np.array([False, True, False, True, True])
     one = sampled(np.ones(5), mask, -1.0, 5, prefix_version=5)
-    found = Stale(6, 7, 5, difference=0.5, before=0.0, tokens=(1, 5))
+    found = StaleTokens(6, 7, 5, difference=0.5, before=0.0, tokens=(1, 5))
     for own, before, expected in ((-1.5, -1.0, [found]), (-1.5, -1.125, []), (-1.0005, -1.0, [])):  # 4 times as close; too small
         trainer = {5: {7: np.where(mask, own, 9)}, 4: {7: np.where(mask, before, 9)}}
         assert stale(6, {7: one}, trainer) == expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import DataError
 from asyncmoe.flight.compare import first_difference, reasons, relative_differences, text
-from asyncmoe.flight.records import Recorded, Started, TrainedStep
+from asyncmoe.flight.records import Started, StepRecords, TrainedStep
 
 TENSORS = ("embedding", "layer.0.attention", "layer.0.experts.3", "head")
 STEPS = range(4, 8)
@@ -22,7 +22,7 @@ ORDER = ("inputs", "schedule", "advantages", "lr", "refused", "loss", "gradient"
 """The recorded fields, as they are compared in a step with one update."""
 
 
-def _record(seed: int, updates: int, fillers: int = 2) -> Recorded:
+def _record(seed: int, updates: int, fillers: int = 2) -> StepRecords:
     random, made, start = np.random.default_rng(seed), {}, Started(0, {}, {}, TENSORS, True)
     schedule = tuple((((3 * u,), (3 * u + 1, 3 * u + 2)), ((),) * fillers) for u in range(updates))
     for step in STEPS:
@@ -31,7 +31,7 @@ def _record(seed: int, updates: int, fillers: int = 2) -> Recorded:
         *gradient, weights, optimizer = [random.integers(1, 1 << 63, len(TENSORS), dtype="<u8").tobytes() for _ in range(updates + 2)]
         decided = (f"{step:016x}", schedule, (False,) * updates, advantages, 0.1 / step)
         made[step] = TrainedStep(step, *decided, tuple(loss), tuple(norm), tuple(gradient), weights, optimizer)
-    return Recorded(made, dict.fromkeys(STEPS, start))
+    return StepRecords(made, dict.fromkeys(STEPS, start))
 
 
 def _flipped(values: bytes, dtype: str, at: set[int]) -> bytes:
@@ -41,7 +41,7 @@ def _flipped(values: bytes, dtype: str, at: set[int]) -> bytes:
     return bits.tobytes()
 
 
-def _change(record: Recorded, step: int, what: str, update: int, at: set[int]) -> Recorded:
+def _change(record: StepRecords, step: int, what: str, update: int, at: set[int]) -> StepRecords:
     """Plant the smallest change in a part: in update `update`, or in elements `at`."""
     field, old = "items" if what == "inputs" else what, record.steps[step]
     value: Any = getattr(old, field)
@@ -55,7 +55,7 @@ def _change(record: Recorded, step: int, what: str, update: int, at: set[int]) -
         change = changes.get(what, lambda one: np.nextafter(one, 9).item())
         value = tuple(change(one) if u == update else one for u, one in enumerate(value))
     made = msgspec.structs.replace(old, **{field: value})
-    return Recorded({**record.steps, step: msgspec.json.decode(msgspec.json.encode(made), type=TrainedStep)}, record.starts)
+    return StepRecords({**record.steps, step: msgspec.json.decode(msgspec.json.encode(made), type=TrainedStep)}, record.starts)
 
 
 def _where(what: str, update: int, at: set[int], updates: int) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def test_a_planted_change_is_found_whatever_differs_after_it(first: str, data: s
     assert all(part in text(found, groups=[7, 7, 7, 8, 8, 8]) for part in named)
 
 
-def _first(record: Recorded, other: Recorded, steps: range = STEPS) -> tuple[str, tuple[str, ...]]:
+def _first(record: StepRecords, other: StepRecords, steps: range = STEPS) -> tuple[str, tuple[str, ...]]:
     found = first_difference(record, other, steps)
     return ("", ()) if found is None else (found.what, found.where)
 
@@ -93,7 +93,7 @@ def test_weights_before_are_those_after_the_step_before() -> None:
     other = _change(_change(record, 5, "weights", 0, {2}), 6, "loss", 0, set())
     assert _first(record, other) == ("weights", TENSORS[2:3])
     assert _first(record, other, range(6, 7)) == ("weights before", TENSORS[2:3])
-    assert _first(record, Recorded({6: other.steps[6]}, other.starts), range(6, 7)) == ("loss", ())
+    assert _first(record, StepRecords({6: other.steps[6]}, other.starts), range(6, 7)) == ("loss", ())
 
 
 def test_a_gradient_comes_before_the_later_updates_that_it_changes() -> None:
@@ -104,8 +104,8 @@ def test_a_gradient_comes_before_the_later_updates_that_it_changes() -> None:
 
 
 def test_numbers_that_are_not_finite_or_zero_are_compared_by_their_bits() -> None:
-    def losing(loss: float | None) -> Recorded:
-        return Recorded({4: msgspec.structs.replace(_record(0, 1).steps[4], loss=(loss,))}, _record(0, 1).starts)
+    def losing(loss: float | None) -> StepRecords:
+        return StepRecords({4: msgspec.structs.replace(_record(0, 1).steps[4], loss=(loss,))}, _record(0, 1).starts)
 
     values = (None, 0.0, -0.0, 1.0)
     equal = [[first_difference(losing(a), losing(b), range(4, 5)) is None for b in values] for a in values]
@@ -116,7 +116,7 @@ def test_numbers_that_are_not_finite_or_zero_are_compared_by_their_bits() -> Non
 
 def test_another_model_and_a_step_without_a_record_are_refused() -> None:
     record, start = _record(0, 1), Started(0, {}, {}, (*TENSORS, "adapter"), True)
-    for other, steps in ((Recorded(record.steps, dict.fromkeys(STEPS, start)), STEPS), (record, range(7, 9))):
+    for other, steps in ((StepRecords(record.steps, dict.fromkeys(STEPS, start)), STEPS), (record, range(7, 9))):
         with pytest.raises(DataError, match=r"adapter|step 8"):
             first_difference(record, other, steps)
 

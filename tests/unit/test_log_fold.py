@@ -60,6 +60,8 @@ def test_whatever_records_are_lost_no_group_is_trained_twice_and_the_ledger_adds
     state = fold(iter(left))
     state.damaged |= len(left) < len(whole)
     found = recover(state, k, 0, BATCH, "log")
+    assert found.history == bool(found.replays)
+    assert recover(state, k, 0, BATCH, "log", same=True).history == bool(found.replays and state.damaged), "later weights are lost"
     groups = [one.number for one in found.queued] + [one.number for lease in found.replays.values() for one in lease.groups]
     assert not trained & {*groups, *(one.number for one in found.starts)}
     assert len(groups) == len(set(groups))

@@ -99,6 +99,13 @@ class Batches:
         except DataError as error:
             raise self._unusable(step, group, f"{error.got} at {error.what}", "its payload in the log") from error
 
+    def intact(self, step: int) -> bool:
+        """Return whether every payload of a leased step is as it was written."""
+        try:
+            return all(self.payload(step, group) for group in self.leases[step].groups)
+        except DataError:
+            return False
+
     def _decoded(self, step: int, one: records.LeasedGroup) -> tuple[Group, Frames]:
         group, frames = payload.decode(self.payload(step, one), one.order, one.place)
         if tuple(item.key for item in group.items) != one.keys:

@@ -19,20 +19,6 @@ What = Literal[
     "inputs", "schedule", "weights before", "advantages", "lr", "refused", "loss", "gradient", "grad_norm", "weights", "optimizer"
 ]
 """Parts of a step, each before what follows from it. Those from `refused` to `grad_norm` are compared update by update."""
-_CAUSES: Mapping[What, tuple[str, str]] = {
-    "inputs": ("the batch differs", "other trajectories were leased"),
-    "schedule": ("micro-batches differ", "the batch is equal, so their size or the layout is another"),
-    "weights before": ("the weights before the step differ", "look at earlier steps"),
-    "advantages": ("advantages differ", "the batch is equal, so their computation is another"),
-    "lr": ("the learning rate differs", "its schedule is another"),
-    "refused": ("the refusal of an update differs", "the rules of verify, or the values they judge, are others"),
-    "loss": ("the loss differs", "batch, weights and advantages are equal, so the forward pass or the loss function is another"),
-    "gradient": ("the gradient differs", "everything before it is equal, so the backward pass or a reduction is another"),
-    "grad_norm": ("the gradient norm differs", "gradients are equal, so its summation is another"),
-    "weights": ("the weights after the step differ", "gradients are equal, so clipping or the optimizer, or its earlier state, is another"),
-    "optimizer": ("the optimizer's state differs", "gradients and weights are equal, so the optimizer is another"),
-}
-"""What a difference is, and what follows from all before it being equal."""
 _ABSENT = "none"
 _LAYOUT = {f"{section}.{key}" for section, keys in LAYOUT.items() for key in keys}
 _SECTIONS = {"train", "lora", "trainer", "model", "keep", "warmup", "objective", "verify"}
@@ -79,56 +65,21 @@ def first_difference(recorded: StepRecords, other: StepRecords, steps: range) ->
     return None
 
 
-def relative_differences(recorded: StepRecords, other: StepRecords, steps: range) -> np.ndarray:
-    """Return how far another layout is from the record.
-
-    Returns:
-        float64[len(steps), 2]: |a - b| / max(|a|, |b|) of loss and gradient norm, of a step's updates the largest; infinite if one of a
-        and b is not finite.
-
-    Raises:
-        DataError: as for `first_difference`.
-    """
-    found = np.zeros((len(steps), 2))
-    for place, step in enumerate(steps):
-        _check(recorded, other, step)
-        one, two = recorded.steps[step], other.steps[step]
-        pairs = (one.loss, two.loss), (one.grad_norm, two.grad_norm)
-        found[place] = [max(map(_relative, *pair), default=0.0) for pair in pairs]
-    return found
+def relative_differences(recorded: StepRecords, other: StepRecords, steps: range) -> tuple[float, float]:
+    """Return how far another layout is from the record, over steps that both have: the largest |a - b| / max(|a|, |b|) of the loss and of
+    the gradient norm of an update; infinite if one of a and b is not finite."""
+    pairs = [(recorded.steps[step], other.steps[step]) for step in steps]
+    loss = [_relative(*both) for one, two in pairs for both in zip(one.loss, two.loss, strict=False)]
+    norm = [_relative(*both) for one, two in pairs for both in zip(one.grad_norm, two.grad_norm, strict=False)]
+    return max(loss, default=0.0), max(norm, default=0.0)
 
 
-def reasons(then: Started, here: Started) -> list[str]:
+def reasons(then: Started, here: Started, names: tuple[str, str] = ("then", "here")) -> list[str]:
     """Return in what two starts differ of all that decides a step's bits: layout, then circumstances, then other keys of the configuration.
-    An entry: "trainer.tp: 2 then, 1 here"."""
+    An entry: "trainer.tp: 2 then, 1 here"; `names`: what to call the two."""
     one, two = _deciding(then), _deciding(here)
     values = [(name, said(one.get(name, _ABSENT)), said(two.get(name, _ABSENT))) for name in {**one, **two}]
-    return [f"{name}: {former} then, {value} here" for name, former, value in values if former != value]
-
-
-def text(difference: Difference, groups: Sequence[int] = ()) -> str:
-    """Return a difference as a sentence for people.
-
-    Args:
-        groups: group of each trajectory of the step's batch.
-    """
-    (head, why), where, values = _CAUSES[difference.what], difference.where, f"{difference.got}, expected {difference.expected}"
-    if difference.what in ("schedule", "advantages"):
-        head += f" for trajectory {_some(where)}"
-        if groups:
-            head += f", of group {_some([str(one) for one in dict.fromkeys(groups[int(i)] for i in where)])}"
-        head += f": {where[0]} has {values}"
-    elif difference.what in ("weights before", "gradient", "weights", "optimizer"):
-        head += f" in {_some(where)}"
-        if difference.what == "gradient" and len(where) > 1:
-            head += f"; the backward pass comes to {where[-1]} first"
-    else:
-        head += f"{f' in {where[0]}' if where else ''}: {values}"
-    return f"step {difference.step}: {head}; {why}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{names[0]} alone" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return [f"{name}: {former} {names[0]}, {value} {names[1]}" for name, former, value in values if former != value]
 
 
 Named = Callable[[Any], Mapping[str, str]]
@@ -139,7 +90,8 @@ def _parts(recorded: StepRecords, other: StepRecords, step: int) -> Iterator[tup
     """Yield the parts of a step with both values, in the order of `What`."""
     one, two, tensors = recorded.steps[step], other.steps[step], partial(_digests, recorded.starts[step].tensors)
     yield "inputs", _single, one.items, two.items
-    yield "schedule", _places, one.schedule, two.schedule
+    if recorded.starts[step].sizes == other.starts[step].sizes:
+        yield "schedule", _places, one.schedule, two.schedule
     if (before := recorded.steps.get(step - 1)) is not None and (others := other.steps.get(step - 1)) is not None:
         yield "weights before", tensors, before.weights, others.weights
     yield "advantages", _advantages, one.advantages, two.advantages
@@ -184,8 +136,8 @@ def _check(recorded: StepRecords, other: StepRecords, step: int) -> None:
             raise DataError(f"step {step}", got=f"no record of it (steps with records: {there})", expected="a step that both runs trained")
     mine, others = recorded.starts[step].tensors, other.starts[step].tensors
     if mine != others and mine and others:
-        alone = [name for name in (*others, *mine) if (name in mine) != (name in others)]
-        got = f"another model: only one of the two has {_some(alone)}" if alone else "the same tensors in another order"
+        alone = next((name for name in (*others, *mine) if (name in mine) != (name in others)), None)
+        got = f"another model: only one of the two has {alone}" if alone else "the same tensors in another order"
         raise DataError(f"step {step}", got=got, expected=f"the {len(mine)} tensors that were recorded")
 
 

@@ -38,6 +38,11 @@ class Started(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     deterministic: bool
 
+    @property
+    def sizes(self) -> dict[str, str]:
+        """The parallel sizes, which the micro-batches depend on."""
+        return {name: value for name, value in self.circumstances.items() if name.startswith("trainer.")}
+
 
 class TrainedStep(msgspec.Struct, frozen=True):
     """A step of reinforcement learning. Warm-up steps have no record.

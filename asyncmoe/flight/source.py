@@ -129,7 +129,7 @@ def ranges(steps: Collection[int]) -> str:
 
 
 def described(run_dir: Path) -> str:
-    """Return a line that says which steps of a run can be trained again, or why none can."""
+    """Return a line that says which steps of a run can be trained again, or why none can. Reads every batch."""
     try:
         source = RecordedRun.of(run_dir)
         first, last = source.newest
@@ -137,4 +137,6 @@ def described(run_dir: Path) -> str:
         return f"no step can be replayed: {error}"
     checkpoint = source.checkpoint(first - 1)
     begin = "the model's files" if checkpoint is None else f"checkpoint {checkpoint.name}"
-    return f"steps {first} to {last} can be replayed, from {begin}"
+    damaged = [step for step in range(first, last + 1) if not source.batches.intact(step - 1)]
+    but = f", but not those with damaged batches: {ranges(damaged)}" if damaged else ""
+    return f"steps {first} to {last} can be replayed, from {begin}{but}"

@@ -6,8 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -20,18 +18,17 @@ from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.config import Config, moved
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import AsyncmoeError, ConfigError, UserError
-from asyncmoe.flight import compare, pack, records
+from asyncmoe.flight import pack, records
 from asyncmoe.flight.batches import Batches
-from asyncmoe.flight.records import StepRecords
 from asyncmoe.flight.source import ConfiguredSteps, RecordedRun, ranges
 from asyncmoe.flight.stage import FINDINGS, Stage, StepFinding
+from asyncmoe.flight.verdict import Items, verdict
 from asyncmoe.launch.torchrun import THREADS, trainer_command, trainer_environment
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.models import origin
 from asyncmoe.process import WARNING, Child
 from asyncmoe.rollout import run_log
-from asyncmoe.rpc.item import Item
 from asyncmoe.scratch import Scratch
 from asyncmoe.telemetry.records import Tail, read_steps
 from asyncmoe.telemetry.schema import METRICS, Step
@@ -56,13 +53,16 @@ def replay(run_dir: Path, steps: Steps | None, overrides: Sequence[str], tokens:
         UserError: the steps cannot be trained again.
         AsyncmoeError: a rank failed.
     """
+    if any(one.startswith("run.dir=") for one in overrides):
+        raise ConfigError("run.dir", got="a directory", expected="none: a replay leaves nothing; asyncmoe fork makes a run")
     source = _opened(run_dir)
     first, last = steps or source.newest
     done, scratch = source.base(first - 1), Scratch()
     target = scratch.path / "replay"
     _train(source, done, last, target, overrides, source.checkpoint(done), tokens=tokens)
     found = Tail(target / FINDINGS).poll_as(StepFinding)
-    equal = _compare(source.recorded, records.read(target), range(first, last + 1), source.batches, found)
+    equal, lines = verdict(source.recorded, records.read(target), range(first, last + 1), _items(source.batches), found)
+    print(*lines, sep="\n")
     scratch.remove()
     return equal
 
@@ -75,13 +75,14 @@ def fork(run_dir: Path, at: int, overrides: Sequence[str]) -> Path:
         AsyncmoeError: a rank failed.
     """
     source, last = _opened(run_dir), at
-    while last + 1 in source.steps:
+    config, there = configuration.of_run(run_dir, overrides), {*source.steps}
+    end = config.warmup.steps + config.run.steps
+    while last + 1 in there and last < end:
         last += 1
     if last == at:
-        there = ranges(source.steps) or "none"
-        raise ConfigError("--at", got=at, expected=f"a step before one that can be trained again; these are {there}")
+        raise ConfigError("--at", got=at, expected=f"a step before one that can be trained again; these are {ranges(there) or 'none'}")
     named = any(one.startswith("run.dir=") for one in overrides)
-    target = configuration.of_run(run_dir, overrides).run.dir if named else run_dir.with_name(f"{run_dir.name}-fork-{at}")
+    target = config.run.dir if named else run_dir.with_name(f"{run_dir.name}-fork-{at}")
     storage.check_new("fork", target)
     storage.make_private(target)
     try:
@@ -117,7 +118,13 @@ def against(run_dir: Path, other: Path) -> bool:
     if not both:
         got = f"steps {ranges(one.steps)} and {ranges(two.steps)}"
         raise UserError("--against", got=got, expected="two runs that have records of the same steps")
-    return _compare(one, two, range(both[0], both[-1] + 1), batches)
+    equal, lines = verdict(one, two, range(both[0], both[-1] + 1), _items(batches), names=("in the first", "in the second"))
+    print(*lines, sep="\n")
+    return equal
+
+
+def _items(batches: Batches | None) -> Items:
+    return lambda step: batches.leased(step - 1).items if batches is not None and step - 1 in batches.kept else ()
 
 
 def _opened(run_dir: Path) -> RecordedRun:
@@ -215,34 +222,3 @@ def _show(steps: Tail, last: int) -> None:
     for one in steps.poll_steps():
         if isinstance(one, Step):
             print(f"step {one.step} of {last}: loss {one.loss:.6g}, grad_norm {one.grad_norm:.6g}, {one.step_seconds:.1f} s", flush=True)
-
-
-def _compare(recorded: StepRecords, mine: StepRecords, steps: range, batches: Batches | None, findings: Sequence[StepFinding] = ()) -> bool:
-    """Print how other records of some steps differ from a run's, and what a replay found. Return whether there is nothing."""
-    where = f"step{'s' * (len(steps) > 1)} {ranges(steps)}"
-
-    def items(step: int) -> Sequence[Item]:
-        return batches.leased(step - 1).items if batches is not None and step - 1 in batches.kept else ()
-
-    found = compare.first_difference(recorded, mine, steps)
-    known = all(one.steps[steps[-1]].weights for one in (recorded, mine))
-    if found is None and not known:
-        print(f"{where}: losses and gradient norms are equal; nothing is known of the rest, because not both were deterministic")
-    elif found is None:
-        print(f"{where}: bit-equal (losses, gradients, weights, optimizer)")
-    else:
-        groups = [item.group for item in items(found.step)]
-        loss, norm = compare.relative_differences(recorded, mine, steps).max(0)
-        print(compare.text(found, groups), *compare.reasons(recorded.starts[found.step], mine.starts[found.step]), sep="\n  ")
-        print(f"{where}: relative difference of the loss at most {loss:.2g}, of the gradient norm {norm:.2g}")
-    stale = sorted(((at.claimed, one.step, at) for one in findings for at in one.stale), key=itemgetter(0, 1))
-    for version, each in groupby(stale, itemgetter(0)):
-        (_, step, at), *more = each
-        which = f"tokens {at.tokens[0]} to {at.tokens[1] - 1} of {items(step)[at.position].key} in step {step}, and {len(more)} more parts"
-        print(f"an engine served version {version - 1} as {version}: {which}, are {at.before:.2g} nats from it, not {at.difference:.2g}")
-    for one in findings:
-        if one.tensors:
-            worst = max(one.tensors, key=lambda tensor: tensor.largest / (tensor.magnitude or 1.0))
-            share = f"{worst.largest / (worst.magnitude or 1.0):.2g} of its largest weight, elements {worst.first} to {worst.last}"
-            print(f"weights after step {one.step}: {len(one.tensors)} tensors differ, most in {worst.name} ({share})")
-    return found is None and known and not stale

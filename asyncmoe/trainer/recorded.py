@@ -34,18 +34,13 @@ if TYPE_CHECKING:  # imports Megatron
     from asyncmoe.trainer.batch_trainer import Learner, LogProbs
 
 
-def told(source: RecordedRun, step: int, layout: Mapping[str, str]) -> TrainedStep | None:
-    """Return the record of a step (steps taken, this one included), without its micro-batches if it had another layout; None: it has
-    none."""
+def told(source: RecordedRun, step: int, sizes: Mapping[str, str]) -> TrainedStep | None:
+    """Return the record of a step (steps taken, this one included), without its micro-batches if it had other parallel sizes; None:
+    it has none."""
     found = source.recorded.steps.get(step)
-    if found is None or layout_of(source.recorded.starts[step].circumstances) == layout:
+    if found is None or source.recorded.starts[step].sizes == sizes:
         return found
     return msgspec.structs.replace(found, schedule=())
-
-
-def layout_of(circumstances: Mapping[str, str]) -> dict[str, str]:
-    """Return the circumstances that the micro-batches depend on."""
-    return {name: value for name, value in circumstances.items() if name.startswith("trainer.")}
 
 
 def run(config: Config, stage: Stage) -> None:
@@ -83,7 +78,7 @@ def run(config: Config, stage: Stage) -> None:
     for step in range(done, stage.last):
         stale = check.at(step) if stage.tokens else ()
         begin, leased = unix(), source.batches.leased(step)
-        then = told(source, step + 1, layout_of(recorder.started.circumstances))
+        then = told(source, step + 1, recorder.started.sizes)
         got = unix()
         learned = learner.learn(leased, "rl", step, lambda: None, then if stage.replays else None)
         made = recorder.record(step + 1, leased, learned)

@@ -14,6 +14,7 @@ from asyncmoe.errors import DataError, InvariantBroken, StorageError
 from asyncmoe.flight import compare, records
 from asyncmoe.flight.circumstances import circumstances
 from asyncmoe.flight.records import Started, StepRecords, TrainedStep
+from asyncmoe.flight.verdict import sentence
 from asyncmoe.platform import collectives
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased
@@ -115,7 +116,7 @@ class StepRecorder:
         here = StepRecords({made.step: made}, {made.step: self.started})
         if then is None or (found := compare.first_difference(self._before, here, range(made.step, made.step + 1))) is None:
             return ""
-        return compare.text(found)
+        return sentence(found)
 
     def _write(self, record: Started | TrainedStep) -> None:
         if self._lines is None:

@@ -82,6 +82,8 @@ def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) 
     status, out, _ = Command("replay", str(directory), "--against", str(other)).finish()
     assert (status, out.startswith(f"step {WARM + steps - 3}: the learning rate")) == (1, True), out
     assert "  trainer.optimizer.lr: " in out
+    short = forked(directory, WARM + 5, tmp_path / "short", "run.steps=7")
+    assert [one["step"] for one in metrics(short)] == [WARM + 6, WARM + 7]
     Command("pack", str(directory), str(tmp_path / "packed"), "--steps", f"{WARM + 10}:{WARM + 12}").succeed()
     shutil.rmtree(directory)
     (tmp_path / "model").unlink()

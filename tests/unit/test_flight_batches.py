@@ -91,6 +91,7 @@ async def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     content = bytearray(segment.read_bytes())
     content[files.HEADER_BYTES + group.place.position - first + 40] ^= 1
     segment.write_bytes(content)
+    assert [step for step in range(3) if not Batches(life.folder, FOLDER).intact(step)] == [1]
     refused(1, rf"^group {group.number} of .*: got a damaged record at log .*, expected its payload .*; without it, step 2 cannot")
     shutil.rmtree(life.folder / "log" / "1")
     refused(2, r"got No such file or directory at log .*1 position \d+, expected its payload")

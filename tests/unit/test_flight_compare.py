@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import DataError
-from asyncmoe.flight.compare import first_difference, reasons, relative_differences, text
+from asyncmoe.flight.compare import first_difference, reasons, relative_differences
 from asyncmoe.flight.records import Started, StepRecords, TrainedStep
+from asyncmoe.flight.verdict import sentence
 
 TENSORS = ("embedding", "layer.0.attention", "layer.0.experts.3", "head")
 STEPS = range(4, 8)
@@ -80,7 +81,7 @@ def test_a_planted_change_is_found_whatever_differs_after_it(first: str, data: s
     assert (found.step, found.what, found.where, found.got == found.expected) == (step, first, _where(first, update, at, updates), False)
     assert first_difference(other, record, STEPS) == replace(found, expected=found.got, got=found.expected)
     named = (f"step {step}", *found.where[:1], "group 7 alone" if first == "advantages" else "")
-    assert all(part in text(found, groups=[7, 7, 7, 8, 8, 8]) for part in named)
+    assert all(part in sentence(found, groups=[7, 7, 7, 8, 8, 8]) for part in named)
 
 
 def _first(record: StepRecords, other: StepRecords, steps: range = STEPS) -> tuple[str, tuple[str, ...]]:
@@ -103,6 +104,14 @@ def test_a_gradient_comes_before_the_later_updates_that_it_changes() -> None:
     assert _first(record, other) == ("gradient", TENSORS[1:2])
 
 
+def test_micro_batches_of_another_layout_are_no_difference() -> None:
+    record = _record(0, 1)
+    other = _change(record, 5, "schedule", 0, set())
+    starts = dict.fromkeys(STEPS, Started(0, {}, {"trainer.tp": "2"}, TENSORS, True))
+    assert first_difference(record, other, STEPS) is not None
+    assert first_difference(record, StepRecords(other.steps, starts), STEPS) is None
+
+
 def test_numbers_that_are_not_finite_or_zero_are_compared_by_their_bits() -> None:
     def losing(loss: float | None) -> StepRecords:
         return StepRecords({4: msgspec.structs.replace(_record(0, 1).steps[4], loss=(loss,))}, _record(0, 1).starts)
@@ -110,8 +119,8 @@ def test_numbers_that_are_not_finite_or_zero_are_compared_by_their_bits() -> Non
     values = (None, 0.0, -0.0, 1.0)
     equal = [[first_difference(losing(a), losing(b), range(4, 5)) is None for b in values] for a in values]
     assert equal == np.eye(4, dtype=bool).tolist()
-    relative = [relative_differences(losing(1.0), losing(b), range(4, 5)).tolist() for b in (1.0, 0.75, None)]
-    assert relative == [[[0.0, 0.0]], [[0.25, 0.0]], [[np.inf, 0.0]]]
+    relative = [relative_differences(losing(1.0), losing(b), range(4, 5)) for b in (1.0, 0.75, None)]
+    assert relative == [(0.0, 0.0), (0.25, 0.0), (np.inf, 0.0)]
 
 
 def test_another_model_and_a_step_without_a_record_are_refused() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncmoe import installed, surroundings
-from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import leave, say
 from asyncmoe.telemetry import heartbeats, processes
@@ -118,6 +118,8 @@ def main(run: Callable[[], object]) -> None:
         refused = error
     except KeyboardInterrupt:
         refused = Interrupted("interrupted")
+    except PermissionError as error:
+        refused = UserError(str(error.filename), got=error.strerror, expected="a file or folder that this user may use")
     except Exception as error:  # noqa: BLE001  not swallowed: the error is printed and ends the process
         refused = installed.explained(error) if isinstance(error, ModuleNotFoundError) else None
         if refused is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from errno import EACCES
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import typer
 
 from asyncmoe import cli, usage
 from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.launch import part
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +80,14 @@ def test_a_command_chooses_its_status_and_ctrl_c_is_said_in_one_line(monkeypatch
     with pytest.raises(AsyncmoeError, match=r"^interrupted$") as caught:
         usage.invoke(app)
     assert caught.value.exit_code == 130
+
+
+def test_a_file_of_another_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def read() -> None:
+        raise PermissionError(EACCES, "Permission denied", "runs/theirs/trained.jsonl")
+
+    monkeypatch.setattr(part, "leave", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        part.main(read)
+    error = capsys.readouterr().err
+    assert (left.value.code, error.count("\n"), "runs/theirs/trained.jsonl" in error) == (2, 1, True)

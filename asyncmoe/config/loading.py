@@ -33,7 +33,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     for override in overrides:
         _override(values, override)
     source = Source(str(path or COMMAND_LINE), lines, [tuple(override.partition("=")[0].split(".")) for override in overrides])
-    removed = gone.take(values, gone.KEYS if schema is Config else gone.PLANT)
+    removed = gone.take(values) if schema is Config else {}
     refused = [
         ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
         for key, (value, instead) in ({} if idle else removed).items()

@@ -60,7 +60,7 @@ _ROWS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
         ANY,
     ),
     ("verify.max_kl", "verify.anomalies.kl_engine.above", (None,)),
-    ("verify.show", "nothing: asyncmoe show shows the tokens on which engine and trainer differ", ANY),
+    ("verify.show", "nothing: the samples in report.html show the tokens on which engine and trainer differ", ANY),
 )
 """Names of keys separated by spaces, `Gone.instead` and `Gone.idle`."""
 KEYS = {key: Gone(instead, idle) for keys, instead, idle in _ROWS for key in keys.split()}

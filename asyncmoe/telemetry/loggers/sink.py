@@ -54,7 +54,7 @@ class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggerSink:
-    """A `Sink` of the live view that feeds a logger.
+    """Feeds a logger, itself fed by the live view.
 
     Args:
         before: records of earlier starts of the run; the logger gets those it lacks.

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDERS = ("csrc", "csrc/trajectory")
@@ -33,12 +33,11 @@ def digest(folder: Path) -> str:
 
     An extension keeps the digest of its sources, and `asyncmoe doctor` compares it with the sources of the checkout.
     """
-    return _digest(folder, (path for path in folder.iterdir() if path.suffix in _SUFFIXES))
-
-
-def package_digest(package: Path) -> str:
-    """Return the SHA-256 in hex over names and contents of all Python files of a package."""
-    return _digest(package, package.rglob("*.py"))
+    found = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES):
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 def source_digests(checkout: Path) -> tuple[str, ...]:
@@ -105,14 +104,6 @@ def obstacle(compiler: Path | None) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} cannot be run: {error}"
     return None if done.returncode == 0 else f"{compiler} cannot compile a small file: {(done.stderr or done.stdout).strip()[-600:]}"
-
-
-def _digest(folder: Path, files: Iterable[Path]) -> str:
-    found = hashlib.sha256()
-    for file in sorted(files):
-        content = file.read_bytes()
-        found.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
-    return found.hexdigest()
 
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

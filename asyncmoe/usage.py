@@ -78,8 +78,6 @@ def user_error(error: Any) -> UserError:
         got, wanted = _refused_value(error)
         return UserError(f"{at}: {_named(error.param)}", got=got, expected=wanted, hint=see)
     if (unknown := _COMMAND.match(error.message)) is not None:
-        if (removed := _removed(unknown[1], at)) is not None:
-            return removed
         commands = list(error.ctx.command.commands)
         near = get_close_matches(unknown[1], commands, 1)
         meant = f"did you mean {at} {near[0]}?" if near else None
@@ -98,20 +96,9 @@ def _refused_value(error: Any) -> tuple[str, str]:
     return repr(found[0]["input"]), refusals.wanted(found[0]).rpartition(" is not ")[2].rstrip(".")
 
 
-def _removed(what: str, at: str) -> UserError | None:
-    """Return the error for a removed command or option; None for one that never existed."""
-    from asyncmoe.config import gone  # imports pydantic, which takes a second
-
-    if (instead := gone.COMMANDS.get(f"{at} {what}".partition(" ")[2])) is None:
-        return None
-    return UserError(at, got=f"{what}, which was removed", expected=instead, hint=f"asyncmoe at commit {gone.LAST} still has it")
-
-
 def _unknown_option(error: Any, at: str) -> UserError:
     from asyncmoe.config import refusals  # imports pydantic, which takes a second
 
-    if (removed := _removed(error.option_name, at)) is not None:
-        return removed
     parameters = error.ctx.command.params
     options = [*(one.opts[0] for one in parameters if one.opts[0].startswith("-")), "--help"]
     takes_keys = any("KEY=VALUE" in (one.metavar or "") for one in parameters)

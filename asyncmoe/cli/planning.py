@@ -124,7 +124,7 @@ def simulate(
 
     - the seconds of a training step: trainer.step_s
 
-    - some response lengths: workload=FILE (one length per line) or workload=RUN_DIR
+    - some response lengths: workload=RUN_DIR
 
     Then describe the whole cluster and find its best split:
 

@@ -114,9 +114,6 @@ def show(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Highest mean reward first.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a given --step or --group.")] = None,
-    colour: Annotated[
-        Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="Property shown by colours.")
-    ] = "version",
     tokens: Annotated[
         int | None,
         typer.Option(min=0, help="Tokens shown from both ends of a prompt or response; 0: all. Default: 400, or all with --json."),
@@ -125,20 +122,10 @@ def show(
 ) -> None:
     """Show trajectories of a run: texts, rewards, token values.
 
-    Without options: the groups of the newest step. Each token can be coloured
-    by one of its properties:
+    Without options: the groups of the newest step. The colour of a token is the weight version that sampled it; the report's samples can
+    be coloured by other properties. For example:
 
-    - version: the weight version that sampled it
-
-    - logprob: its log-probability in the engine; ratio: the trainer's probability divided by the engine's
-
-    - mask: trained, clipped, or rejected by the correction
-
-    - mismatch: layers in which the trainer's router would have chosen other experts
-
-    For example:
-
-        asyncmoe show runs/demo --worst --colour ratio
+        asyncmoe show runs/demo --worst
 
         asyncmoe show runs/demo --outcome rejected
 
@@ -151,7 +138,7 @@ def show(
     if worst and best:
         raise UserError("asyncmoe show", got="--worst and --best", expected="only one of the two")
     wanted = command.SampleQuery(step, group, version, outcome, "worst" if worst else "best" if best else "newest", limit)
-    command.show(run_dir, wanted, as_json, colour, tokens)
+    command.show(run_dir, wanted, as_json, tokens)
 
 
 def log(run_dir: RunPath) -> None:

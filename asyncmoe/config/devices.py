@@ -8,6 +8,7 @@ CUDA_VISIBLE_DEVICES orders them.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,6 +151,6 @@ def counted(number: int, what: str = "GPU") -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def named(devices: tuple[int, ...]) -> str:
+def named(devices: Sequence[object]) -> str:
     """Format as `GPU 0` or `GPUs 0, 1`."""
     return ("GPU " if len(devices) == 1 else "GPUs ") + ", ".join(map(str, devices))

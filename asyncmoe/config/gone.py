@@ -1,4 +1,4 @@
-"""Keys and commands of releases that were removed, and what to do instead.
+"""Keys of releases that were removed, and what to do instead.
 
 A removed key is ignored if its value is harmless (`Gone.idle`), so that a run can start from the configuration of an older run, which lists
 every key.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAST = "64a8fbaf"
-"""Last commit that has all removed keys and commands."""
+"""Last commit that has all removed keys."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,11 @@ class Gone:
     idle: tuple[Any, ...] | None
 
 
-def _table(*rows: tuple[str, str, tuple[Any, ...] | None]) -> Mapping[str, Gone]:
-    """Build the table from rows: names of keys separated by spaces, `Gone.instead` and `Gone.idle`."""
-    return {key: Gone(instead, idle) for keys, instead, idle in rows for key in keys.split()}
-
-
 ANY = None
 _FUSED = "nothing: it is on where Transformer Engine has it and computes correctly; trainer.megatron.transformer_impl=local turns it off"
 _OUTAGE = "nothing: a scorer that cannot be reached is retried until scoring.deadline_s"
 
-KEYS = _table(
+_ROWS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
     (
         "cluster.max_clock_skew_s",
         "nothing: clocks of two machines may differ by ten seconds; synchronise them (chronyc tracking, timedatectl)",
@@ -65,21 +60,11 @@ KEYS = _table(
         ANY,
     ),
     ("verify.max_kl", "verify.anomalies.kl_engine.above", (None,)),
-    ("verify.show", "nothing: asyncmoe show shows the tokens on which engine and trainer differ", ANY),
+    ("verify.show", "nothing: the samples in report.html show the tokens on which engine and trainer differ", ANY),
 )
-"""Removed keys of a run."""
-_STEADY = "nothing: engines, trainer and scoring are simulated without failures, and as fast as they are on average"
-
-PLANT = _table(
-    ("engines.order", "nothing: requests are simulated in the order of arrival", ("arrival",)),
-    ("queue_capacity", "nothing: max_staleness bounds what is queued", (None,)),
-    ("sync.plan", "sync.seconds, as asyncmoe plan prints it", (None,)),
-    ("sync.landing", "nothing: engines pause for a new version", ("pause",)),
-    ("failures.scoring failures.engine_mtbf_s failures.trainer failures.jitter", _STEADY, (0, None)),
-    ("failures.engine_restart_s failures.trainer_restart_s", _STEADY, ANY),
-    ("failures", _STEADY, ({},)),  # without the keys above
-)
-"""Removed keys of the plant of `asyncmoe simulate`."""
+"""Names of keys separated by spaces, `Gone.instead` and `Gone.idle`."""
+KEYS = {key: Gone(instead, idle) for keys, instead, idle in _ROWS for key in keys.split()}
+"""Removed keys."""
 
 VALUES: Mapping[tuple[str, str | int], str] = {
     ("rollout.group_size", 1): "2 or more: advantages compare the responses to a prompt",
@@ -92,38 +77,22 @@ VALUES: Mapping[tuple[str, str | int], str] = {
 }
 """(Key, one of its values that was removed) -> what to do instead."""
 
-_RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
-COMMANDS: Mapping[str, str] = {
-    "bench interruption": "nothing: it is no longer measured",
-    "bench queue": "asyncmoe bench batches",
-    "bench routes": "nothing: it is no longer measured",
-    "doctor --compare": "asyncmoe doctor --json on each node: jq -c .versions and sort -u show where nodes differ (docs/cluster.md)",
-    "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
-    "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
-    "plan --engines": _RUN,
-    "plan --nvlink": "--nic 450, the speed within a node",
-    "plan --trainer": _RUN,
-    "simulate --mode": "nothing: all modes are simulated",
-    "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
-}
-"""Removed command of `asyncmoe`, or removed option of a command -> what to do instead."""
 
-
-def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[str, ...], tuple[Any, str]]:
+def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
     """Delete removed keys and values from the values of a configuration.
 
     Returns:
         The path of every one that is not idle -> the value, and what to do instead.
     """
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
-    for key in dict.fromkeys((*keys, *(key for key, _ in VALUES))):
+    for key in dict.fromkeys((*KEYS, *(key for key, _ in VALUES))):
         *sections, name = key.split(".")
         inner: Any = values
         for section in sections:
             inner = inner.get(section) if isinstance(inner, dict) else None
         if not isinstance(inner, dict) or name not in inner:
             continue
-        value, gone = inner[name], keys.get(key)
+        value, gone = inner[name], KEYS.get(key)
         if gone is None:
             instead = next((instead for (of, one), instead in VALUES.items() if of == key and _same(value, one)), None)
             if instead is None:

@@ -16,7 +16,6 @@ from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, Faults, together
 
 Schema = TypeVar("Schema", bound=BaseModel)
-_TOO_DEEP = "sections or lists nested too deeply"
 
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), *, idle: bool = False) -> Schema:
@@ -33,7 +32,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     for override in overrides:
         _override(values, override)
     source = Source(str(path or COMMAND_LINE), lines, [tuple(override.partition("=")[0].split(".")) for override in overrides])
-    removed = gone.take(values, gone.KEYS if schema is Config else gone.PLANT)
+    removed = gone.take(values) if schema is Config else {}
     refused = [
         ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
         for key, (value, instead) in ({} if idle else removed).items()
@@ -58,8 +57,6 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         node, values = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
-    except RecursionError as error:
-        raise ConfigError(str(path), got=_TOO_DEEP, expected="valid YAML") from error
     except OSError as error:
         raise ConfigError(str(path), got=error.strerror, expected="a readable YAML configuration") from error
     if not isinstance(values, dict):
@@ -148,8 +145,6 @@ def _override(values: dict[str, Any], override: str) -> None:
         values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # an incomplete module:name, not a mapping
     except yaml.YAMLError as error:
         raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
-    except RecursionError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {path}", got=_TOO_DEEP, expected="a YAML value") from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from asyncmoe.config.devices import Devices, Wanted, place
+from asyncmoe.config.devices import Devices, Wanted, named, place
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, Torch
 from asyncmoe.errors import ConfigError
 
 
 def labelled(cards: Iterable[GpuFacts]) -> str:
     """Format as `GPU 0` or `GPUs 0, 1 (nvidia-smi: 6)`."""
-    labels = [card.label for card in cards]
-    return ("GPU " if len(labels) == 1 else "GPUs ") + ", ".join(labels)
+    return named([card.label for card in cards])
 
 
 def kinds(group: Iterable[GpuFacts]) -> tuple[str, ...]:

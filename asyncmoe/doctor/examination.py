@@ -1,9 +1,9 @@
-"""All checks, in display order, the versions that must agree across a cluster's nodes, and the report of checks and versions."""
+"""All checks, in display order, and the report of their findings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncmoe import plugins
-from asyncmoe.doctor import fit, gpus, host, infiniband, packages, run, versions
-from asyncmoe.doctor.facts import Machine, PythonFacts
+from asyncmoe.doctor import fit, gpus, host, infiniband, packages, run
+from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.doctor.gather import gather
 
@@ -35,12 +35,10 @@ class Report:
 
     Attributes:
         host: its name.
-        versions: versions that must agree across nodes, by name; a node reports only those that its role needs.
         checks: findings by name of the check.
     """
 
     host: str
-    versions: Mapping[str, str]
     checks: Mapping[str, Finding]
 
 
@@ -59,33 +57,7 @@ def examine(words: Sequence[str]) -> Report:
     checks["configuration"] = valid
     if config is not None:
         checks |= {"network": run.network(config), "ports": run.ports(config), "run-dir": run.run_dir(config, machine.run)}
-    return Report(machine.host, versions_of(machine, config.digest if config is not None else None), checks)
-
-
-def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
-    """Return the versions that must be equal on all nodes of a run.
-
-    Args:
-        digest: of the configuration; None without one.
-    """
-    found = {"asyncmoe": machine.asyncmoe}
-    for whose, python in machine.pythons:
-        found |= _of_python(machine, python, f"of {whose} Python")
-    if machine.nvidia.driver is not None:
-        found |= {"NVIDIA's driver": machine.nvidia.driver, "usable InfiniBand ports": str(len(machine.nics.usable))}
-    return found if digest is None else {**found, "configuration": digest[:12]}
-
-
-def _of_python(machine: Machine, python: PythonFacts, of: str) -> Iterator[tuple[str, str]]:
-    yield f"version {of}", python.version or "none"
-    for name in machine.requirements:
-        yield f"{name} {of}", python.packages.get(name, "none")
-    if python.torch is not None:
-        yield f"CUDA of torch {of}", python.torch.cuda or "none"
-    if python.extension is not None:
-        yield f"sources of asyncmoe's extension {of}", " ".join(digest[:12] for digest in python.extension.built_from)
-    if python.nccl.version is not None:
-        yield f"NCCL {of}", versions.nccl(python.nccl.version)
+    return Report(machine.host, checks)
 
 
 def report(words: Sequence[str], *, as_json: bool) -> int:

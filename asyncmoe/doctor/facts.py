@@ -171,7 +171,6 @@ class Machine:
 
     Attributes:
         host: host name.
-        asyncmoe: the version, and the first digits of a digest of the package's Python files.
         requirements: version specifiers by name from pyproject.toml.
         train: the names of the requirements of trainer and controller.
         sources: digests of the extensions' current sources; empty for an installation without sources.
@@ -180,7 +179,6 @@ class Machine:
     """
 
     host: str
-    asyncmoe: str
     requirements: Mapping[str, str]
     train: tuple[str, ...]
     sources: tuple[str, ...]

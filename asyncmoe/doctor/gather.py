@@ -28,7 +28,6 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
         gpus = pool.submit(nvidia.look)
         return Machine(
             host=socket.gethostname(),
-            asyncmoe=f"{declared.version} ({build.package_digest(package)[:12]})",
             requirements=declared.specifiers,
             train=declared.train,
             sources=build.source_digests(package.parent),

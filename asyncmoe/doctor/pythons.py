@@ -27,9 +27,8 @@ _WITHOUT_TORCH_S = 60.0
 
 @dataclass(frozen=True)
 class Declared:
-    """asyncmoe's version, the specifiers by name, and the names that trainer and controller need."""
+    """The specifiers by name, and the names that trainer and controller need."""
 
-    version: str
     specifiers: Mapping[str, str]
     train: tuple[str, ...]
 
@@ -39,13 +38,13 @@ def declared(checkout: Path) -> Declared:
     file = checkout / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        version, extras = project["version"], project["optional-dependencies"]
+        extras = project["optional-dependencies"]
         train, others = [*project["dependencies"], *extras["train"]], [*extras["engine"], *extras["gpu"]]
     else:
-        version, lines = importlib.metadata.version("asyncmoe"), importlib.metadata.requires("asyncmoe") or []
+        lines = importlib.metadata.requires("asyncmoe") or []
         train, others = _asked(lines, "train"), _asked(lines, "engine", "gpu")
     needed = _specifiers(train)
-    return Declared(version, {**_specifiers(others), **needed}, tuple(needed))
+    return Declared({**_specifiers(others), **needed}, tuple(needed))
 
 
 def check_engine_python(configured: Path | None) -> None:

@@ -22,7 +22,6 @@ from asyncmoe.storage import size
 
 _VALIDATE_S = 900.0
 """Timeout in seconds: longer than any wait of `asyncmoe config validate` except that for an unresponsive file system."""
-_SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "9p", "virtiofs", "panfs", "afs", "glusterfs")
 
 
 def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
@@ -69,33 +68,20 @@ def network(config: Config) -> Finding:
         return finding.refused(error)
 
 
-def run_dir(config: Config, run: PlannedRun | None, mounts: Path = Path("/proc/self/mounts")) -> Finding:
-    """Check that the run directory has room for the checkpoints kept at once, and that other machines may see it."""
+def run_dir(config: Config, run: PlannedRun | None) -> Finding:
+    """Check that the run directory has room for the checkpoints kept at once."""
     folder = config.run.dir.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    free, kind = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize, kind_of(there.resolve(), mounts.read_text())
-    each = 0
+    free, each = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize, 0
     if run is not None:
         from asyncmoe.plan import disk  # needs asyncmoe's extension, without which the doctor must still run
 
         each = disk.checkpoint_bytes(config, run.hf)
-    told = f"{config.run.dir}: {kind}, {size(free)} free" + (f"; a checkpoint takes about {size(each)}" if each else "")
+    told = f"{config.run.dir}: {size(free)} free" + (f"; a checkpoint takes about {size(each)}" if each else "")
     kept = sum(not path.suffix for path in (folder / "checkpoints").iterdir()) if checkpoints.newest(folder) else 0
     more = max(1, config.trainer.keep_checkpoints + 1 - kept)
     if free < more * each:
         judge = finding.error if free < each else finding.warning
         hint = "free space, choose another run.dir, or keep fewer checkpoints (trainer.keep_checkpoints)"
         return judge(f"{told}, and the run may add {more} before it deletes a checkpoint", hint)
-    if address.several(config.cluster.network) and kind not in _SHARED:
-        return finding.warning(f"{told}; other machines may not see it", "choose a run.dir on a file system that all machines mount")
     return finding.ok(told)
-
-
-def kind_of(path: Path, mounts: str) -> str:
-    """Return the type of a path's file system from /proc/self/mounts; the last of the longest matching mount points wins."""
-    best, kind = -1, "unknown"
-    for line in mounts.splitlines():
-        point, name = (part.encode().decode("unicode_escape") for part in line.split()[1:3])
-        if path.is_relative_to(point) and len(point) >= best:
-            best, kind = len(point), name
-    return kind

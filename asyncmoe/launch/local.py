@@ -181,7 +181,7 @@ def prepare(config: Config, found: Survey | None = None) -> Path:
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller restarted by this launcher takes engines over
-    file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
+    file, kept = config.run.dir / moved.FILE, json.dumps(origin.origin_of(config), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
@@ -189,11 +189,6 @@ def prepare(config: Config, found: Survey | None = None) -> Path:
         storage.replace(file, given.encode())
         versions.record(config.run.dir, engine_python(config.engines.python))
     return file
-
-
-def resolved(config: Config) -> Path:
-    """Return the configuration file that all processes of a run read; it includes defaults and overrides."""
-    return config.run.dir / "config.yaml"
 
 
 def check_place(directory: Path, key: str = "run.dir") -> None:

@@ -28,11 +28,12 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
     with uncollected():
+        from asyncmoe.config import moved
         from asyncmoe.launch import local
         from asyncmoe.rollout import controller
 
     loaded = _loaded(config, overrides)
-    if config.resolve() != local.resolved(loaded).resolve():  # else the parent process has prepared it
+    if config.resolve() != (loaded.run.dir / moved.FILE).resolve():  # else the parent process has prepared it
         local.prepare(loaded)
     with _heard(loaded, "controller"):
         controller.run(loaded, loaded.run.dir)

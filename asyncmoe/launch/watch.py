@@ -78,7 +78,7 @@ def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stoppi
     """
     recorded.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    with Copier(config, stop.hurried), watcher, LiveView(config, sinks=(watcher,)) as view:
+    with Copier(config, stop.hurried), watcher, LiveView(config, feeds=(watcher.feed,)) as view:
         watcher.say = view.say
         try:
             _watch(_Supervision(config, parts, watcher, view, stop))

@@ -26,7 +26,7 @@ _KEPT = 20
 
 
 class Watcher:
-    """A `Sink` of the live view, which feeds it several times a second. Use it as a context manager around the run.
+    """Watches a run whose live view feeds it several times a second. Use it as a context manager around the run.
 
     Attributes:
         say: shows a message to the user; may be called from another thread.
@@ -74,9 +74,6 @@ class Watcher:
         if now >= self._next:
             self._next = now + self._watch.beat_s
             self._listen(now)
-
-    def close(self) -> None:
-        """Do nothing: the context manager ends the watcher."""
 
     def _listen(self, now: float) -> None:
         self._beats = heartbeats.read(self._config.run.dir)

@@ -83,8 +83,7 @@ class Plant(Section):
 
     workload: str = "lognormal"
     """Distribution of response lengths: lognormal, fixed, math or search, with keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3
-    (icc: how alike the responses of a group are); a file with one length in tokens per line; or the directory of a run, from whose recorded
-    groups lengths are drawn."""
+    (icc: how alike the responses of a group are); or the directory of a run, from whose recorded groups lengths are drawn."""
     groups_per_step: Positive = 384
     """Prompts per training step. The batch is groups_per_step * group_size responses."""
     group_size: Positive = 8

@@ -1,4 +1,4 @@
-"""Workloads: named distributions of response lengths, tool calls between turns, and measured lengths from a file.
+"""Workloads: named distributions of response lengths, tool calls between turns, and the recorded groups of a run.
 
 A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share part of their z, so that
 responses to one prompt have similar lengths (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
@@ -99,21 +99,9 @@ def mixture(parts: Sequence[tuple[float, float, float]], cap: float) -> Quantile
     """A mixture of normals (weight, mean, standard deviation), clipped to the range from 1 to `cap`."""
     total = sum(weight for weight, _, _ in parts)
     x = np.linspace(1, max(mean + 6 * deviation for _, mean, deviation in parts), _GRID)
-    below = sum(weight / total * np.array([NormalDist(mean, deviation).cdf(v) for v in x.tolist()]) for weight, mean, deviation in parts)
-    return _tabulated(x, np.asarray(below), cap)
-
-
-def empirical(values: Sequence[float]) -> Quantile:
-    """The empirical distribution of at least two values."""
-    ordered = np.sort(np.asarray(values, float))
-    return _tabulated(ordered, (np.arange(len(ordered)) + 0.5) / len(ordered), math.inf)
-
-
-def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
-    """The quantile function, by z, of a distribution with P(X <= x) = `below`, both ascending; capped at `cap`."""
-    normal = NormalDist()
+    below = np.sum([[weight / total * NormalDist(mean, deviation).cdf(v) for v in x.tolist()] for weight, mean, deviation in parts], 0)
     inside = (below > 1e-12) & (below < 1 - 1e-12)
-    points, z = x[inside], np.array([normal.inv_cdf(p) for p in below[inside].tolist()])
+    points, z = x[inside], np.array([NormalDist().inv_cdf(p) for p in below[inside].tolist()])
     return lambda at: np.minimum(cap, np.interp(at, z, points))
 
 
@@ -130,34 +118,31 @@ _DEFAULTS: Mapping[str, Mapping[str, float]] = {
 
 
 def parse(text: str) -> Workload:
-    """Parse `name`, `name:key=value,...`, the path of a file with one length in tokens per line, or of a run's directory.
+    """Parse `name`, `name:key=value,...` or the path of a run's directory.
 
     Names: lognormal (median, sigma, cap), fixed (tokens), math (Intern-S1's mixture; cap), and search (Search-R1: 2 to 5 turns, and between
     them tool calls with lognormal durations: median_s, sigma_s, cap_s). All but fixed take icc.
 
     Raises:
-        ConfigError: an unknown name or key, an invalid value, or a file that is not a list of lengths.
+        ConfigError: an unknown name or key, or an invalid value.
         DataError: see `recorded`.
     """
     name, values = spec(text)
-    if values is None and Path(text).is_dir():
-        return Workload(text, fixed(1), recorded=recorded(Path(text)))
     if values is None:
-        return Workload(text, empirical(_read(Path(text))))
+        return Workload(text, fixed(1), recorded=recorded(Path(text)))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
 
 
 def spec(text: str) -> tuple[str, Mapping[str, float] | None]:
-    """Return the name of a workload and the values of its keys (None for a path, which is not read).
+    """Return the name of a workload and the values of its keys (None for a directory, which is not read).
 
     Raises:
-        ConfigError: the text is neither a workload nor a path.
+        ConfigError: the text is neither a workload nor a directory.
     """
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:
-        if not Path(text).is_file() and not Path(text).is_dir():
-            expected = f"one of {', '.join(_DEFAULTS)}, a file with one length a line, or a run's directory"
-            raise ConfigError("workload", got=repr(text), expected=expected)
+        if not Path(text).is_dir():
+            raise ConfigError("workload", got=repr(text), expected=f"one of {', '.join(_DEFAULTS)}, or a run's directory")
         return name, None
     values = dict(_DEFAULTS[name])
     for part in filter(None, rest.split(",")):
@@ -189,20 +174,6 @@ def _build(name: str, v: Mapping[str, float]) -> Workload:
             return Workload(name, mixture(_MATH, v["cap"]))
     tool = lognormal(v["median_s"], v["sigma_s"], v["cap_s"])
     return Workload(name, lognormal(60, 0.7, 4096), turns=(0, 0.6, 0.25, 0.1, 0.05), tool=tool)
-
-
-def _read(path: Path) -> list[float]:
-    values = []
-    for number, line in enumerate(path.read_text(errors="replace").split(), 1):
-        try:
-            values.append(float(line))
-        except ValueError:
-            values.append(math.nan)
-        if not 1 <= values[-1] <= _MOST_TOKENS:
-            raise ConfigError(f"{path}, entry {number}", got=repr(line), expected=f"a length from 1 to {_MOST_TOKENS} tokens")
-    if len(values) < 2:
-        raise ConfigError(str(path), got=f"{len(values)} lengths", expected="at least two, one a line")
-    return values
 
 
 # ---------------------------------------------------------------- recorded workloads

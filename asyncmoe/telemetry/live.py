@@ -17,7 +17,7 @@ from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.measured import median
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import Followed, Follower, Sink, sessions
+from asyncmoe.telemetry.records import Feed, Followed, Follower, sessions
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 from asyncmoe.telemetry.summary import evaluated, rejected
@@ -32,11 +32,11 @@ class LiveView:
     It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts are not printed again.
 
     Args:
-        sinks: get the new records, too; this object does not close them.
+        feeds: get the new records, too.
     """
 
-    def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:
-        self._config, self._console, self._sinks = config, console or Console(), list(sinks)
+    def __init__(self, config: Config, console: Console | None = None, feeds: Sequence[Feed] = ()) -> None:
+        self._config, self._console, self._feeds = config, console or Console(), list(feeds)
         self._follower = Follower(config.run.dir)
         self._steps: list[Step] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
@@ -48,10 +48,10 @@ class LiveView:
         self._take(before)
         with ExitStack() as stack:
             if port is not None:
-                self._sinks.append(stack.enter_context(closing(Prometheus(port))))
+                self._feeds.append(stack.enter_context(closing(Prometheus(port))).feed)
             for name in checks.configured(config.telemetry):
                 sink = LoggerSink(config, name, client(config, name), before, self.say)
-                self._sinks.append(stack.enter_context(closing(sink)))
+                self._feeds.append(stack.enter_context(closing(sink)).feed)
             self._stack = stack.pop_all()
         return self
 
@@ -68,8 +68,8 @@ class LiveView:
         """
         new = self._follower.poll()
         self._take(new)
-        for sink in self._sinks:
-            sink.feed(new)
+        for feed in self._feeds:
+            feed(new)
         for record in new:
             if isinstance(record, Step):
                 self.say(line(record, self._config.warmup.steps, self._config.run.steps, self._left(record)))

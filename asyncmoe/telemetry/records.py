@@ -5,11 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Resume, Span, Step
 
 Followed = Step | Resume | Rollout | Evaluation
+Feed = Callable[[list[Followed]], None]
+"""Consumes new records, possibly none. Each record comes once; records of one file come in order."""
 Record = Followed | Span
 T = TypeVar("T")
 
@@ -105,16 +107,6 @@ class Tail:
         self._offset += len(new) - len(torn)
         self._line += len(lines)
         return ((f"{self.path} line {number}", line) for number, line in enumerate(lines, first))
-
-
-class Sink(Protocol):
-    """A consumer of new records, such as TensorBoard or Prometheus."""
-
-    def feed(self, records: list[Followed]) -> None:
-        """Consume new records, possibly none. Each record comes once; records of one file come in order."""
-
-    def close(self) -> None:
-        """Release files and ports."""
 
 
 class Follower:

@@ -49,7 +49,6 @@ TRAINER = PythonFacts(
 ENGINE = replace(TRAINER, executable="/engine/bin/python", packages={"sglang": "0.5.23", "torch": "2.9.0+cu128"}, transformer_engine=False)
 NODE = Machine(
     host="node01",
-    asyncmoe="0.1.0 (0123456789ab)",
     requirements=REQUIREMENTS,
     train=TRAIN,
     sources=SOURCES,

@@ -193,7 +193,6 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("run.stps=1", "run.stps", "an unknown key"),
         ("telemetry.profile.memory=true", "telemetry.profile.steps", "nothing"),
         ("run.dir=", "run.dir", "None"),
-        ("run.dir=" + "[" * 3000, "run.dir", "sections or lists nested too deeply"),
         ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources", "weights whose sum is not finite"),
     ],
 )
@@ -210,7 +209,6 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, key: str, got
         (b"run: [", "expected valid YAML"),
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
-        (b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
         (b"\xff", "expected valid YAML"),
         (b"", "got NoneType"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from doctor_machines import GPUS, LAPTOP, NODE, SOURCES, but
 
 from asyncmoe.doctor import versions
-from asyncmoe.doctor.examination import CHECKS, versions_of
+from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine, Nccl, Torch
 
 
@@ -67,23 +67,3 @@ def test_versions() -> None:
     assert not versions.within("0.20.0", ">=0.16.1,<0.20")
     assert not versions.within("from a branch", ">=1")
     assert (versions.nccl(22703), versions.cuda(12080), versions.cuda(13000)) == ("2.27.3", "12.8", "13.0")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "what", "found"),
-    [
-        ("asyncmoe", "0.1.0 (ba9876543210)", "asyncmoe", "0.1.0 (ba9876543210)"),
-        ("trainer__packages", {"transformer-engine": None}, "transformer-engine of the trainer's Python", "none"),
-        ("trainer__torch__cuda", "13.0", "CUDA of torch of the trainer's Python", "13.0"),
-        ("trainer__extension__built_from", ("0" * 64,), "sources of asyncmoe's extension of the trainer's Python", "0" * 12),
-        ("engine__nccl__version", 22809, "NCCL of the engines' Python", "2.28.9"),
-        ("nvidia__driver", "570.9.1", "NVIDIA's driver", "570.9.1"),
-        ("nics__listed", (), "usable InfiniBand ports", "0"),
-    ],
-)
-def test_a_node_that_deviates_has_another_version(path: str, value: Any, what: str, found: str) -> None:
-    usual, other = versions_of(NODE, "d1" * 32), versions_of(but(NODE, **{path: value}), "d1" * 32)
-    assert {name: one for name, one in other.items() if one != usual[name]} == {what: found}
-    alone = versions_of(but(NODE, nvidia=LAPTOP.nvidia, trainer__nccl=LAPTOP.trainer.nccl, engine__nccl=Nccl()), None)
-    lacks = {"configuration", "NVIDIA's driver", "usable InfiniBand ports", "NCCL of the trainer's Python", "NCCL of the engines' Python"}
-    assert usual.keys() - alone.keys() == lacks, "what another role need not have"

@@ -17,7 +17,7 @@ from doctor_machines import NODE, but
 
 import asyncmoe
 from asyncmoe.doctor import infiniband, nvidia, run
-from asyncmoe.doctor.examination import Report, versions_of
+from asyncmoe.doctor.examination import Report
 from asyncmoe.doctor.planned import planned
 from asyncmoe.plan import disk
 from tests.configs import DEMO, demo
@@ -34,7 +34,6 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
         done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
     report = msgspec.json.decode(done.stdout, type=Report)
     assert (done.returncode, report.host) == (1, socket.gethostname())
-    assert report.versions["torch of the trainer's Python"].startswith("2.")
     found = {name: one.state for name, one in report.checks.items()}
     assert (found.pop("ports"), report.checks["ports"].found[-22:]) == ("error", "Address already in use")
     for name in ("packages", "torch", "engine-python", "sglang", "configuration", "network"):
@@ -46,13 +45,13 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
-def test_the_commands_that_compare_nodes_name_the_one_without_libibverbs(tmp_path: Path) -> None:
+def test_the_command_for_all_nodes_names_the_one_without_libibverbs(tmp_path: Path) -> None:
     for node in (NODE, but(NODE, host="node02", nics__listed=()), but(NODE, host="node03")):
-        report = Report(node.host, versions_of(node, None), {"infiniband": infiniband.infiniband(node.nics)})
+        report = Report(node.host, {"infiniband": infiniband.infiniband(node.nics)})
         (tmp_path / f"doctor-{node.host}.json").write_bytes(msgspec.json.encode(report))
     script = f"grep '^jq ' {ROOT}/docs/cluster.md | bash"
     told = subprocess.check_output(["bash", "-c", script], cwd=tmp_path, text=True, timeout=60).splitlines()
-    assert {line.partition(" ")[0] for line in told} == {'["node01","node03"]', '["node02"]', "node02"}
+    assert [line.partition(" ")[0] for line in told] == ["node02"]
 
 
 def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +80,9 @@ def test_a_run_directory(tmp_path: Path) -> None:
     config = demo(f"run.dir={tmp_path / 'runs' / 'new'}", "trainer.keep_checkpoints=2")
     made = planned(config)
     assert run.run_dir(config, made).state == "ok"
-    mounts, room = tmp_path / "mounts", os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    mounts.write_text("/dev/a / ext4 rw 0 0\n")
-    several = config.model_copy(update={"cluster": config.cluster.model_copy(update={"network": "hostname"})})
-    assert run.run_dir(several, made, mounts).found.endswith("; other machines may not see it")
-    mounts.write_text("/dev/a / lustre rw 0 0\n")
-    assert run.run_dir(several, made, mounts).state == "ok"
+    room = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     layers = made.hf["num_hidden_layers"] * room // disk.checkpoint_bytes(config, made.hf)
     for factor, state in ((2, "error"), (0.5, "warning")):
-        found = run.run_dir(config, replace(made, hf={**made.hf, "num_hidden_layers": max(1, int(layers * factor))}), mounts)
+        found = run.run_dir(config, replace(made, hf={**made.hf, "num_hidden_layers": max(1, int(layers * factor))}))
         assert (found.state, "keep_checkpoints" in (found.hint or "")) == (state, True), found
-    assert list(tmp_path.iterdir()) == [mounts]
+    assert not [*tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""Removed keys and commands: ignored if they have no effect, else refused with all applicable hints."""
+"""Removed keys: ignored if they have no effect, else refused with all applicable hints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import pytest
 import yaml
 
 from asyncmoe import config as configuration
-from asyncmoe.cli import app
 from asyncmoe.config import gone
-from asyncmoe.config.loading import load_as
 from asyncmoe.config.refusals import _keys
 from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.simulate.plant import Plant
-from asyncmoe.usage import invoke
+from asyncmoe.errors import ConfigError
 
 NEEDED: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 """What the last version that had these keys wrote into a run's config.yaml."""
@@ -47,15 +43,6 @@ def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: 
     told = [line.partition("config.yaml:")[2].split(": ")[1] for line in str(caught.value).splitlines()]
     assert told == ["queue.admission", "sync.staging", "sync.method", "queue.capacity"]
     assert gone.LAST in str(caught.value)
-
-
-def test_an_older_plant_loses_a_section_that_asks_for_nothing(tmp_path: Path) -> None:
-    assert "failures" not in Plant.model_fields
-    file = tmp_path / "plant.yaml"
-    file.write_text("failures: {jitter: 0.0, trainer_restart_s: 300.0}")
-    assert load_as(Plant, file) == Plant()
-    with pytest.raises(ConfigError, match=r"failures\.jitter"):
-        load_as(Plant, file, ["failures.jitter=0.1"])
 
 
 def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:
@@ -89,11 +76,3 @@ def test_a_removed_value_is_refused_except_where_nothing_starts(key: str, value:
     with pytest.raises(ConfigError) as caught:
         configuration.of_run(tmp_path, idle=False)
     assert gone.VALUES[key, value] in str(caught.value)
-
-
-@pytest.mark.parametrize("command", gone.COMMANDS)
-def test_a_removed_command_or_option_says_what_to_do_instead(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["asyncmoe", *command.split(), "x"])
-    with pytest.raises(UserError, match="which was removed") as caught:
-        invoke(app)
-    assert gone.COMMANDS[command] in str(caught.value)

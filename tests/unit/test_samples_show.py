@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +21,6 @@ from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.telemetry.samples import terminal
-from asyncmoe.telemetry.samples.colours import Colour
 from asyncmoe.telemetry.samples.command import SampleQuery, select
 from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.visible import visible
@@ -40,10 +39,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def shown(run_dir: Path, colour: Colour = "version", width: int = 100, tokens: int = 400, **console: Any) -> str:
+def shown(run_dir: Path, width: int = 100, tokens: int = 400, **console: Any) -> str:
     out = StringIO()
     for entry in index(run_dir):
-        terminal.show(entry.load(), Console(file=out, width=width, markup=False, emoji=False, **console), colour, tokens)
+        terminal.show(entry.load(), Console(file=out, width=width, markup=False, emoji=False, **console), tokens)
     return out.getvalue()
 
 
@@ -95,13 +94,12 @@ def test_what_there_is_not_is_refused(run_dir: Path) -> None:
 # ---------------------------------------------------------------- printing
 
 
-@pytest.mark.parametrize("colour", get_args(Colour))
-def test_colours_differ_where_tokens_do(tmp_path: Path, colour: Colour) -> None:
+def test_colours_differ_where_versions_do(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run")
     run.train(run.group(0, ["ab" * 60, "19"]), 4, drift=-0.6)
-    text = shown(tmp_path / "run", colour, force_terminal=True, color_system="truecolor")
+    text = shown(tmp_path / "run", force_terminal=True, color_system="truecolor")
     styles = {match[1] for match in re.finditer(r"\x1b\[([\d;]+)m[ab]+\x1b", text)}
-    assert len(styles) >= (1 if colour in ("ratio", "mask") else 2), styles
+    assert len(styles) >= 2, styles
     assert "".join(re.findall(r"(?<=m)[ab]+(?=\x1b)", text)).startswith("abab")
 
 
@@ -160,7 +158,7 @@ def test_json_is_as_long_as_asked(tmp_path: Path) -> None:
         assert (whole["tokens"]["piece"].count("x"), whole["gaps"]) == (3000, [])
 
 
-@pytest.mark.parametrize("wrong", [("--colour", "pink"), ("--outcome", "eaten"), ("--worst", "--best")])
+@pytest.mark.parametrize("wrong", [("--outcome", "eaten"), ("--worst", "--best")])
 def test_a_wrong_option_is_refused(run_dir: Path, wrong: tuple[str, str]) -> None:
     result = run_command(["show", str(run_dir), *wrong])
     assert result.exit_code

@@ -112,7 +112,6 @@ def test_the_example_is_a_plant_and_all_its_wrong_keys_are_named_with_their_line
     [
         (["workload=lognormale"], "workload: got 'lognormale', expected one of lognormal"),
         (["workload=lognormal:mean=3"], "workload: got 'mean=3' of lognormal, expected key=value with one of the keys median"),
-        (["engines.count=2", "failures.trainer=0.1"], "failures.trainer: got 0.1, which was removed, expected "),
         (["no-such.yaml", "steps=3"], "no-such.yaml: got no such file"),
     ],
 )

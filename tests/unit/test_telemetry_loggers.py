@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from telemetry_runs import config_of, evaluation, write_run
 
+from asyncmoe import installed
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.live import LiveView
@@ -182,13 +183,13 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: None)
+    monkeypatch.setattr(installed, "has", lambda _: False)
     with pytest.raises(ConfigError, match=rf"telemetry\.{name}: got no package {name}\b.*run: \S+ -m pip install \"{name}"):
         checks.check(config_of(tmp_path, 8, **{name: {}}).telemetry)
 
 
 def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: object())
+    monkeypatch.setattr(installed, "has", lambda _: True)
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from asyncmoe import installed
@@ -28,7 +27,7 @@ def check(section: TelemetrySection) -> None:
     """
     faults = Faults()
     for name in configured(section):
-        if find_spec(name) is None:
+        if not installed.has(name):
             hint = f"run: {installed.fix(name)}"
             faults.add(ConfigError(f"telemetry.{name}", got=f"no package {name}", expected="the package in this environment", hint=hint))
     if section.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_key():

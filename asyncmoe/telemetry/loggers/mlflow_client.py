@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncmoe.config.telemetry import MlflowSection
 from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
@@ -22,11 +21,12 @@ class Mlflow:
     (MLFLOW_HTTP_REQUEST_MAX_RETRIES).
 
     Args:
+        experiment: name of the experiment, created if it does not exist.
         name: the run's name.
     """
 
-    def __init__(self, section: MlflowSection, name: str) -> None:
-        self._section, self._name = section, name
+    def __init__(self, experiment: str, name: str) -> None:
+        self._experiment, self._name = experiment, name
         self._client: Any = None
         self._id = ""
 
@@ -35,10 +35,9 @@ class Mlflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        section = self._section
         self._client = MlflowClient()
-        found = self._client.get_experiment_by_name(section.experiment)
-        experiment = self._client.create_experiment(section.experiment) if found is None else found.experiment_id
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         if id is not None:
             self._id = id
             self._client.update_run(id, status="RUNNING")

@@ -54,7 +54,7 @@ class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggerSink:
-    """A `Sink` of the live view that feeds a logger.
+    """Feeds a logger, itself fed by the live view.
 
     Args:
         before: records of earlier starts of the run; the logger gets those it lacks.
@@ -135,9 +135,9 @@ def client(config: Config, name: str) -> LoggerClient:
     """Return a new client of a configured logger."""
     section, shown = config.telemetry, config.run.dir.resolve().name
     if name == "wandb" and section.wandb is not None:
-        return Wandb(section.wandb, config.run.dir / FOLDER, shown)
+        return Wandb(section.wandb.project, config.run.dir / FOLDER, shown)
     if name == "mlflow" and section.mlflow is not None:
-        return Mlflow(section.mlflow, shown)
+        return Mlflow(section.mlflow.experiment, shown)
     if name == "trackio" and section.trackio is not None:
-        return Trackio(section.trackio, shown)
+        return Trackio(section.trackio.project, shown)
     return TensorBoard(config.run.dir / "tensorboard")

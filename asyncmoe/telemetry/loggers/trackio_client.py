@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from asyncmoe.config.telemetry import TrackioSection
 from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 
 
@@ -21,8 +20,8 @@ class Trackio:
         name: first part of the run's name.
     """
 
-    def __init__(self, section: TrackioSection, name: str) -> None:
-        self._section, self._name = section, name
+    def __init__(self, project: str, name: str) -> None:
+        self._project, self._name = project, name
         self._run: Any = None
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
@@ -31,7 +30,7 @@ class Trackio:
 
         name = id or f"{self._name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
-            project=self._section.project,
+            project=self._project,
             name=name,
             config=flat(parameters),
             resume="allow",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config.telemetry import WandbSection
 from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 STEP = "step"
@@ -26,8 +25,8 @@ class Wandb:
         name: the run's name.
     """
 
-    def __init__(self, section: WandbSection, folder: Path, name: str) -> None:
-        self._section, self._folder, self._name = section, folder, name
+    def __init__(self, project: str, folder: Path, name: str) -> None:
+        self._project, self._folder, self._name = project, folder, name
         self._run: Any = None
         self._rows = 0
 
@@ -37,7 +36,7 @@ class Wandb:
 
         self._folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=self._section.project,
+            project=self._project,
             name=self._name,
             id=id or uuid.uuid4().hex[:12],
             resume="allow",

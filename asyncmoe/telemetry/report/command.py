@@ -42,10 +42,10 @@ def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Pa
     return target
 
 
-def write_or_explain(run_dir: Path) -> Path | None:
+def write_or_explain(run_dir: Path) -> None:
     """Write the report, or explain how to get it if the plot library, which the run itself does not need, is not installed."""
     if installed.has("plotly"):
-        return report(run_dir)
-    fix = installed.fix("report")
-    print(f"{REPORT}: not written without plotly; run: {fix}, then asyncmoe report {run_dir}", file=sys.stderr)
-    return None
+        report(run_dir)
+    else:
+        fix = installed.fix("report")
+        print(f"{REPORT}: not written without plotly; run: {fix}, then asyncmoe report {run_dir}", file=sys.stderr)

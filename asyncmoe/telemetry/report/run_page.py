@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from asyncmoe.config.moved import FILE
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.advice import Advice, advise, merged
@@ -25,7 +26,6 @@ from asyncmoe.telemetry.secrets import HIDDEN, is_secret, without_users
 from asyncmoe.telemetry.summary import Row, difference, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
-CONFIG = "config.yaml"
 _MOST_TEXT = 2000
 MOST_GROUPS, MOST_TOKENS = 200, 1500
 """Maximum groups on a page over all its runs, and maximum tokens of a response, taken from both ends."""
@@ -135,7 +135,7 @@ def settings(run_dir: Path) -> dict[str, str]:
     Secrets are hidden (`asyncmoe.telemetry.secrets`).
     """
     try:
-        values = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        values = yaml.safe_load((run_dir / FILE).read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError, UnicodeDecodeError):
         return {}
     return {visible(path): visible(_shown(path, value)) for path, value in flat(values).items()} if isinstance(values, Mapping) else {}

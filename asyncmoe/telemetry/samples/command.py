@@ -14,7 +14,6 @@ from rich.console import Console
 
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.telemetry.samples import terminal
-from asyncmoe.telemetry.samples.colours import Colour
 from asyncmoe.telemetry.samples.index import Entry, Outcome, index
 from asyncmoe.telemetry.samples.tokens import as_json
 
@@ -76,7 +75,7 @@ def summary(found: Sequence[Entry]) -> str:
     return f"{len(found)} groups: {', '.join(f'{count} {outcome}' for outcome, count in outcomes)}"
 
 
-def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens: int | None) -> None:
+def show(run_dir: Path, wanted: SampleQuery, json: bool, tokens: int | None) -> None:
     """Print samples of a run to standard output.
 
     Args:
@@ -97,7 +96,7 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
             console = Console(highlight=False, markup=False, emoji=False)
             console.print(f"{run_dir} · {summary(found)}", style="bold")
             for entry in chosen:
-                terminal.show(entry.load(), console, colour, DEFAULT_TOKENS if tokens is None else tokens)
+                terminal.show(entry.load(), console, DEFAULT_TOKENS if tokens is None else tokens)
             if len(chosen) < len(found):
                 console.print(f"{len(chosen)} of {len(found)} groups; asyncmoe show --help tells how to choose others", style="dim")
         sys.stdout.flush()

@@ -1,28 +1,32 @@
-"""Print samples on a terminal: a group's prompt and its responses, side by side where they fit, each token coloured."""
+"""Print samples on a terminal: a group's prompt and its responses, side by side where they fit.
+
+Sampled tokens have the colour of the weight version that sampled them; other tokens are dim.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from statistics import fmean
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.style import Style
 from rich.text import Text
 
 from asyncmoe.telemetry.format import number
-from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_style
 from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.records import REJECTED, SampledMember, Trained
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, advantage, shortened, split, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
+_COLOURS = ("cyan", "yellow", "magenta", "green", "bright_blue", "bright_red", "bright_cyan", "bright_yellow")
+"""Colours of versions in ascending order, repeated."""
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
 
 
-def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> None:
+def show(sample: GroupSample, console: Console, tokens: int) -> None:
     """Print a group.
 
     Args:
@@ -31,20 +35,24 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
     group = sample.group
     every = [tokens_of(group, member, sample.trained.get(member.key)) for member in group.members]
     versions = sorted({token.version for one in every for token in one if isinstance(token, TokenView) and token.version is not None})
+    styles = dict(zip(versions, cycle(_COLOURS), strict=False))
     console.print(_title(sample))
     parts = [split(one) for one in every]
     prompt = next((prompt for prompt, _ in parts if prompt), None)
     if prompt is not None:
-        body = _text(shortened(prompt, tokens), colour, versions, 0)
+        body = _text(shortened(prompt, tokens), styles)
         console.print(Panel(body, title="prompt", title_align="left", border_style="dim"))
     if group.answer:
         console.print(Text.assemble(("answer ", "bold"), visible(group.answer)))
     panels = []
     for member, (given, said) in zip(group.members, parts, strict=True):
         own = given if _words(given) != _words(prompt or []) else []
-        panels.append(_response(member, own, said, sample.trained.get(member.key), colour, versions, tokens))
+        panels.append(_response(member, own, said, sample.trained.get(member.key), styles, tokens))
     console.print(Columns(panels))
-    console.print(_legend(colour, versions))
+    legend = Text.assemble(("colour: weight version that sampled the token", "dim"))
+    for version, style in styles.items():
+        legend.append(f" {version}", style=style)
+    console.print(legend)
 
 
 def _title(sample: GroupSample) -> Text:
@@ -64,13 +72,12 @@ def _response(
     given: list[TokenView | Gap],
     said: list[TokenView | Gap],
     trained: Trained | None,
-    colour: Colour,
-    versions: Sequence[int],
+    styles: Mapping[int, str],
     most: int,
 ) -> Panel:
     """Return a response, below its own prompt (`given`) if that differs from the group's prompt."""
-    parts: list[RenderableType] = [_text(shortened(given, most), colour, versions, 0), Rule(style="dim")] if given else []
-    parts.append(_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers))
+    parts: list[RenderableType] = [_text(shortened(given, most), styles), Rule(style="dim")] if given else []
+    parts.append(_text(shortened(said, most), styles))
     for call in member.calls:
         named = call.name or "not a valid call"
         line = Text.assemble(("⚙ ", "bold"), visible(f"{named}({call.argument}) → {call.observation}"), f" ({call.seconds:.2f} s)")
@@ -116,23 +123,16 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     return " · ".join(parts)
 
 
-def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[int], layers: int) -> Text:
+def _text(tokens: Sequence[TokenView | Gap], styles: Mapping[int, str]) -> Text:
     text = Text(overflow="fold")
     for one in tokens:
         if isinstance(one, Gap):
             text.append(f" … {one.count} tokens … ", style="reverse dim")
         else:
-            text.append(visible(one.piece).replace("\n", "↵\n"), style=style_of(one, colour, versions, layers))
+            style = "dim" if one.version is None else styles[one.version]
+            text.append(visible(one.piece).replace("\n", "↵\n"), style=style)
     return text
 
 
 def _words(tokens: Sequence[TokenView | Gap]) -> list[str | int]:
     return [one.count if isinstance(one, Gap) else one.piece for one in tokens]
-
-
-def _legend(colour: Colour, versions: Sequence[int]) -> Text:
-    legend = Text(LEGENDS[colour], style=GIVEN)
-    if colour == "version":
-        for place, version in enumerate(versions):
-            legend.append(f" {version}", style=Style(dim=False) + version_style(place))
-    return legend

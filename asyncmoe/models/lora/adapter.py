@@ -154,31 +154,6 @@ def served_targets(kind: Kind) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target in wanted)
 
 
-def served_shapes(m: Shape, kind: Kind) -> Shapes:
-    """Return names and shapes of the tensors that SGLang 0.5.23 loads (`/load_lora_adapter_from_tensors`).
-
-    Every tensor-parallel rank gets all tensors and slices its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts are stacked,
-    A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such
-    tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
-    """
-    of_layer = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    front = "base_model.model.model.layers"
-    return {f"{front}.{i}.{name}": shape for i in range(m.layers) for name, shape in of_layer[i in m.dense_layers].items()}
-
-
-def _served_layer(m: Shape, kind: Kind, dense: bool) -> Shapes:
-    """Return the tensors of a layer; SGLang recognises them by the words of their names."""
-    found: Shapes = {}
-    at = [(target, place) for target in served_targets(kind) for place in places(m, target, dense)]
-    for target, place in at:
-        inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
-        outputs, inputs = sizes(m, target, dense, place)
-        for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
-            each = (1,) if kind.experts == "shared_outer" and OUTER.get(target) == half else (m.experts,)
-            found[f"{inner}.{target}.lora_{half.upper()}.weight"] = (*(each if place == "experts" else ()), *shape)
-    return found
-
-
 def served_config(kind: Kind) -> dict[str, Any]:
     """Return the keys of an adapter's configuration that SGLang reads."""
     return {"peft_type": "LORA", "r": kind.rank, "lora_alpha": kind.alpha, "target_modules": list(served_targets(kind)), "bias": "none"}

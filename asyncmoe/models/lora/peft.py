@@ -17,7 +17,6 @@ This module reads both forms. PEFT has no form in which experts share a half.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError, together
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs, served_config, served_shapes
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs
 from asyncmoe.models.shape import Shape
 from asyncmoe.storage import share
 
@@ -217,25 +216,6 @@ def write(path: Path, files: Files) -> None:
     _raw.serialize_file(specs, path / MODEL, {"format": "pt"})
     (path / CONFIG).write_text(json.dumps(dict(files.config), indent=2) + "\n")
     share(path, CONFIG)
-
-
-def write_blank(path: Path, m: Shape, kind: Kind, dtype: str) -> None:
-    """Write an adapter of zeros in the form that engines load, which is not PEFT's, into the existing directory `path`. The tensor file has
-    a header followed by a hole, which takes no disk space.
-
-    Source: the safetensors format, huggingface/safetensors README.md.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in served_shapes(m, kind).items():
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (path / MODEL).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    (path / CONFIG).write_text(json.dumps(served_config(kind), indent=2) + "\n")
 
 
 def read(path: Path) -> Files:

@@ -237,8 +237,6 @@ class Receiver:
             decoder.forget()
         tensors = self._arrays(terms)[1]
         exchanger.run(terms.timeout_s)
-        if not terms.in_place:
-            self._target.received(tensors)
         if decoder is not None and coming is not None:
             decoder.bind(tensors)
             decoder.adopt(header.version, coming.digests)

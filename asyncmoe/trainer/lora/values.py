@@ -18,7 +18,8 @@ def initial(half: Half, layer: int, seed: int) -> torch.Tensor:
     """
     if half.side == "b":
         return torch.zeros(half.shape)
-    parts = [_draw(half.whole, f"layers.{layer}.{name}", seed)[half.box] for name in half.canonical]
+    box = tuple(slice(start, start + extent) for start, extent in zip(half.box.start, half.box.extent, strict=True))
+    parts = [_draw(half.whole, f"layers.{layer}.{name}", seed)[box] for name in half.canonical]
     return torch.stack(parts) if half.experts is not None else parts[0].clone()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -99,9 +100,8 @@ class Pair:
 
 def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
     """Yield all pairs, layer by layer: attention, then shared experts or the dense MLP, then expert by expert."""
-    linears = {dense: _linears(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    for layer in range(m.layers):
-        for place, expert, target, (outputs, inputs) in linears[layer in m.dense_layers]:
+    for dense, run in m.runs(range(m.layers)):
+        for layer, (place, expert, target, (outputs, inputs)) in product(run, _linears(m, kind, dense)):
             front = place and f"{place}." if expert is None else f"experts.{expert}."
             shared = f"experts.shared.{target}" if expert is not None and kind.experts == "shared_outer" else ""
             names = {half: f"layers.{layer}.{shared if shared and OUTER[target] == half else front + target}.{half}" for half in "ab"}

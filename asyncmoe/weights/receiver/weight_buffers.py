@@ -43,7 +43,8 @@ class Weights:
         storages: dict[int, str] = {}
         for name, tensor in self.tensors().items():
             place = tensor.untyped_storage().data_ptr()
-            found[name] = _parameter(tensor, storages.get(place, ""))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[name] = Parameter(tuple(tensor.shape), dtype, tuple(tensor.stride()), storages.get(place, ""))
             storages.setdefault(place, name)
         return found
 
@@ -66,8 +67,8 @@ class Weights:
         return spare
 
 
-class AdapterMemory:
-    """The same as `Weights` for a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+class AdapterMemory(Weights):
+    """A worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the adapter's initial values.
@@ -81,14 +82,8 @@ class AdapterMemory:
         self._buffers: Tensors = dict(_slots(model))
         self._notified: list[Any] = [getattr(module, _NOTIFIED) for module in model.modules() if hasattr(module, _NOTIFIED)]
 
-    def described(self) -> dict[str, Parameter]:
-        return {name: _parameter(tensor) for name, tensor in self.tensors().items()}
-
     def tensors(self) -> Tensors:
         return {name: slots[0] for name, slots in self._buffers.items()}
-
-    def room(self) -> Tensors:
-        return {name: torch.empty_like(slot) for name, slot in self.tensors().items()}
 
     def commit(self, staged: Tensors | None) -> Tensors:
         new = self.tensors() if staged is None else staged
@@ -97,10 +92,6 @@ class AdapterMemory:
         for notify in self._notified:
             notify(None)
         return staged or {}
-
-
-def _parameter(tensor: torch.Tensor, shares: str = "") -> Parameter:
-    return Parameter(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()), shares)
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -63,7 +63,7 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None) -> None:
         self._model, self._join = model, join
-        self._target: Weights | AdapterMemory = Weights(model)
+        self._target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
         self._lock = threading.Lock()
         self._staged: Staged | None = None

@@ -211,7 +211,7 @@ def test_everything_is_on_its_disk_before_it_is_visible(tmp_path: Path, monkeypa
     assert {name for call, name in calls[:visible] if call == "fsync"} == {
         *FILES,
         "asyncmoe.json",
-        "manifest.json",
+        f".manifest.json.{os.getpid()}",  # renamed once it is synced
         "step-00000002.writing",
     }
     assert calls[visible - 1] == ("fsync", "step-00000002.writing")

@@ -77,12 +77,8 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     networks = {card.network: f"{card.network} ({names[rank]} on {card.host})" for rank, card in each if card.network}
     short = [_shortage(names[rank], card) for rank, card in each if card.wanted > card.free]
     apart = _unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else []
-    return [
-        *_several("NCCL", versions, f"one version; {_SAME_NCCL}"),
-        *_several("NCCL's network", networks, f"one; {_SAME_NETWORK}"),
-        *short,
-        *apart,
-    ]
+    nccl = _several("NCCL", versions, f"one version; {_SAME_NCCL}") + _several("NCCL's network", networks, f"one; {_SAME_NETWORK}")
+    return [*nccl, *short, *apart]
 
 
 def _several(what: str, found: Mapping[str, str], expected: str) -> list[str]:

@@ -48,11 +48,9 @@ class Finite(Protocol):
 
     def __len__(self) -> int:
         """Return the number of examples; at least 1, and the same during the whole run."""
-        ...
 
     def __getitem__(self, index: int) -> Example:
         """Return the example of an index, 0 <= index < len. Must not wait: all episodes share the event loop it runs in."""
-        ...
 
 
 class Endless(Protocol):
@@ -60,7 +58,6 @@ class Endless(Protocol):
 
     def draw(self, random: Random) -> Example:
         """Return an example that depends on the draws from `random` only. Must not wait."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,6 @@ class HasGolds(Protocol):
 
     def golds(self) -> Iterable[Example]:
         """Return all questions that have a reference answer, with their names, in the order of the file."""
-        ...
 
 
 class Task(Protocol):
@@ -130,8 +126,6 @@ class Task(Protocol):
         Raises:
             DataError: the example cannot be used, or the user's own source raised.
         """
-        ...
 
     def demonstration(self, index: int) -> Demonstration:
         """Return the `index`-th solved question. Raises as `prompt`."""
-        ...

@@ -100,7 +100,7 @@ class Prober:
 
         async def ask(tokens: Sequence[int]) -> Sequence[float]:
             async with places:
-                return (await member.engine.client.prompt_logprobs(tokens, self._timeout_s)).logprobs
+                return await member.engine.client.prompt_logprobs(tokens, self._timeout_s)
 
         try:
             found = await together([ask(tokens) for tokens in probe.tokens])

@@ -121,19 +121,6 @@ class Generation:
         return cls(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists.of(masks))
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """An engine's log-probabilities of a given text.
-
-    Attributes:
-        logprobs: each token's log-probability given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first.
-        version: the weights' version string.
-    """
-
-    logprobs: tuple[float, ...]
-    version: str
-
-
 class ParsedCall(msgspec.Struct, frozen=True):
     """A tool call in a response, as the engine's parser reads it.
 

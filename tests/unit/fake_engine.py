@@ -76,9 +76,9 @@ class FakeEngine:
         finish = "length" if len(versions) == sampling.max_new_tokens else types.ABORTED
         return types.Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> types.PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
         await self._called()
-        return types.PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
+        return (0.0, *(-float(token) for token in tokens[1:]))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[types.ParsedCall, ...]:
         await self._called()

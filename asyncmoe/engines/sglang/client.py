@@ -15,7 +15,7 @@ from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
 from asyncmoe.engines.sglang.streaming import Parts, StreamPart, answer, events
 from asyncmoe.engines.sglang.weights import WeightEndpoints
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling, Tokens
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 
@@ -93,7 +93,7 @@ class SGLangClient(WeightEndpoints):
                         await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
         return parts.whole()
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
         body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}")
         return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
 

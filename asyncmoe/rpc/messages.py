@@ -249,7 +249,6 @@ class EngineLeave(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Reply to `Hello`."""
 
-    run: str
     version: Count = 0
     """Version that the engines serve. It exceeds the trainer's step if a lost trainer had got further than its checkpoint."""
 

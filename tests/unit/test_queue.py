@@ -226,13 +226,13 @@ async def test_failure_reaches_everyone_who_waits_but_no_lease_already_granted()
 
 @asynchronous
 async def test_hello_refuses_another_configuration_world_or_step() -> None:
-    service = QueueService(queue(trained_steps=7), run="r", config_digest="a" * 64)
+    service = QueueService(queue(trained_steps=7), config_digest="a" * 64)
     with pytest.raises(ConfigError, match="configuration of the trainer: got digest bbbbbbbbbbbb, expected the controller's, aaaaaaaaaaaa"):
         await service(Hello(0, 2, "b" * 64, 7))
     with pytest.raises(ProtocolError, match="has taken 6 steps, the controller counts 7"):
         await service(Hello(0, 2, "a" * 64, 6))
-    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome("r")
-    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome("r")
+    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome()
+    assert await service(Hello(1, 2, "a" * 64, 7)) == Welcome()
     for rank, world in ((0, 3), (2, 2), (-1, 2)):
         with pytest.raises(ProtocolError, match=f"rank {rank} of {world}"):
             await service(Hello(rank, world, "a" * 64, 7))
@@ -240,7 +240,7 @@ async def test_hello_refuses_another_configuration_world_or_step() -> None:
 
 @asynchronous
 async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -> None:
-    service = QueueService(queue(), run="r", config_digest="")
+    service = QueueService(queue(), config_digest="")
     with pytest.raises(ProtocolError, match="goodbye: got rank 0 of a trainer that sent no Hello"):
         await service(Goodbye(0, True))
     await service(Hello(1, 2, "", 0))

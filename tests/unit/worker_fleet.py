@@ -131,7 +131,7 @@ class Cluster:
             resumed=resumed,
             queued=queued,
         )
-        service = QueueService(self.queue, run="run", config_digest=config.digest)
+        service = QueueService(self.queue, config_digest=config.digest)
 
         async def answer(request: Any) -> Any:
             return await (self.fleet.find(request) if isinstance(request, FindWorker) else service(request))

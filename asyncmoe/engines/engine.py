@@ -36,9 +36,12 @@ class Engine(Protocol):
 
     Attributes:
         name: name of the engine in errors and records: "engine.0".
+        url, key: with these, another process can `asyncmoe.engines.backend.connect`.
     """
 
     name: str
+    url: str
+    key: str
 
     # Health
 

@@ -30,7 +30,7 @@ class FakeEngine:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.version, self.partial = name, 0, False
+        self.name, self.url, self.key, self.version, self.partial = name, f"at {name}", "", 0, False
         self.paused, self.updating, self.dead, self.hangs = False, False, False, False
         self.failures: deque[type[EngineError] | None] = deque()
         self.wrong: list[str] = []

@@ -87,7 +87,6 @@ class Lent:
 def lent(config: Config, loaded: RolloutParts, controller: Controller) -> Lent:
     """Return the worker of a controller whose engines are `FakeHandle`s; it joins when `join` is called."""
     pool, fleet = controller._pool, controller._fleet
-    fleet._gates._address_of = lambda client: (client.name, "")
 
     def connect(name: str, url: str, key: str) -> Engine:
         return next(member.engine.client for member in pool.present if member.engine.name == name)
@@ -120,7 +119,6 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         config = self.config
         self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers)
-        self.fleet._gates._address_of = lambda engine: (f"at {engine.name}", "")  # type: ignore[attr-defined]
         resumed, queued = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             Admission(BATCH, config.queue.staleness.max_staleness, rule="requeue"),

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.trajectory import Buffer, Masks, Routes, Routing, encode_routes, expect_valid, token_outside
+from asyncmoe.trajectory import Buffer, Routes, Routing, encode_routes, expect_valid
 from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_bytes
 
 
@@ -111,49 +111,25 @@ def _plain(sent: Buffer, routing: Routing, rows: int, key: str) -> np.ndarray:
     raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row} bytes")
 
 
-def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str) -> Masks:
-    """Return the masks of a trajectory with one response: the rows of tokens outside it stand for the whole vocabulary.
+def sampling_masks(lists: IdLists | None, size: int, key: str) -> IdLists:
+    """Return the ids from which each token of a response was sampled, ascending for each token.
+
+    `encode_masks` refuses ids that are repeated or outside the vocabulary, and `validate` a token that is not among its ids.
 
     Args:
         lists: `meta_info.output_token_sampling_mask`.
-        response: int32[R], the sampled tokens.
-        vocabulary: size of the vocabulary.
-        before, after: number of tokens of the trajectory before and after the response.
+        size: number of tokens of the response.
         key: the trajectory's name, for errors.
 
-    Returns:
-        Masks with before + R + after rows.
-
     Raises:
-        TrajectoryRejected: "no_mask" if there is none, "length_mismatch" for a wrong number of lists, "bad_mask" for too many ids or ids
-            that are repeated or outside the vocabulary, "mask_without_token" if a token is not among the ids it was sampled from.
+        TrajectoryRejected: "no_mask" if there is none, "length_mismatch" for a wrong number of lists, "mask_without_token" for an empty
+            one, which would stand for the whole vocabulary.
     """
     if lists is None:
         raise TrajectoryRejected("no_mask", f"{key}: the engine sent no sampling mask")
-    if len(lists) != len(response):
-        raise TrajectoryRejected("length_mismatch", f"{key}: got masks of {len(lists)} tokens, expected {len(response)}")
-    counts = lists.counts.astype(np.int64)
-    if (counts == 0).any():
-        raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(counts))}: the mask is empty")
-    total = int(counts.sum())
-    if total >= 1 << 31:
-        raise TrajectoryRejected("bad_mask", f"{key}: got masks of {total} ids, expected fewer than 2^31")
-    ids = lists.ids.astype(np.int64)
-    rows = np.repeat(np.arange(len(lists)), counts)
-    ids = ids[np.lexsort((ids, rows))]
-    repeated = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
-    outside = (ids < 0) | (ids >= vocabulary)
-    for wrong, what in ((outside, f"outside the vocabulary of {vocabulary}"), (repeated, "repeated")):
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise TrajectoryRejected("bad_mask", f"{key}: response token {rows[at]}: id {ids[at]} of its mask is {what}")
-    made = Masks(_offsets(counts, 0, 0), ids.astype(np.int32), vocabulary)
-    missing = token_outside(made, response)
-    if missing is not None:
-        detail = f"response token {missing}: id {response[missing]} is not among the {counts[missing]} ids from which it was sampled"
-        raise TrajectoryRejected("mask_without_token", f"{key}: {detail}")
-    return Masks(_offsets(counts, before, after), made.ids, vocabulary)
-
-
-def _offsets(counts: np.ndarray, before: int, after: int) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(np.pad(counts, (before, after))))).astype(np.int32)
+    if len(lists) != size:
+        raise TrajectoryRejected("length_mismatch", f"{key}: got masks of {len(lists)} tokens, expected {size}")
+    if (lists.counts == 0).any():
+        raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(lists.counts))}: the mask is empty")
+    rows = np.repeat(np.arange(size), lists.counts)
+    return IdLists(lists.counts, lists.ids[np.lexsort((lists.ids, rows))])

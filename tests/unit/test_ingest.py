@@ -87,7 +87,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 SHORT = encode_routes(routes(5), ROUTING, "routes of fewer tokens")
 SPOILT = [*((reason, changes, {}) for reason, changes in ANSWERS.items()), ("no_mask", {}, {"masks": None})]
-SPOILT += [("length_mismatch", {}, {"routes": SHORT})]
+SPOILT += [("length_mismatch", {}, {"routes": SHORT}), ("mask_without_token", {"masks": [[7], [9], [12], [2]]}, {})]
 
 
 @pytest.mark.parametrize(("reason", "of_answer", "of_record"), SPOILT)

@@ -13,7 +13,7 @@ from kept_trajectory import distinct
 from asyncmoe.engines.decode import cut, routed_experts, sampling_masks
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
@@ -101,19 +101,15 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[...,
         assert kept == sent(made(9)[: 4 + keep])
 
 
-def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:
-    got = sampling_masks(
-        None if lists is None else IdLists.of(lists), np.array(response, np.int32), vocabulary, before=2, after=1, key="g1"
-    )
-    back = decode_masks(encode_masks(got, "g1"), "g1")
-    return [back.ids[a:b].tolist() for a, b in zip(back.offsets[:-1], back.offsets[1:], strict=True)]
+def masks(lists: list[list[int]] | None, size: int) -> list[list[int]]:
+    got = sampling_masks(None if lists is None else IdLists.of(lists), size, "g1")
+    return [part.tolist() for part in np.split(got.ids, np.cumsum(got.counts)[:-1])] if size else []
 
 
 @settings(deadline=None)
-@given(st.lists(st.sets(st.integers(0, 9), min_size=1).flatmap(lambda s: st.permutations(sorted(s)))), st.data())
-def test_any_masks_are_sorted_and_placed_among_given_tokens(lists: list[list[int]], data: st.DataObject) -> None:
-    response = [data.draw(st.sampled_from(ids)) for ids in lists]
-    assert masks(lists, response) == [[], [], *(sorted(ids) for ids in lists), []]
+@given(st.lists(st.sets(st.integers(0, 9), min_size=1).flatmap(lambda s: st.permutations(sorted(s)))))
+def test_any_masks_are_sorted(lists: list[list[int]]) -> None:
+    assert masks(lists, len(lists)) == [sorted(ids) for ids in lists]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +119,9 @@ def test_any_masks_are_sorted_and_placed_among_given_tokens(lists: list[list[int
         ([[3]], "length_mismatch", "got masks of 1 tokens, expected 2"),
         ([[3], [5], [6]], "length_mismatch", "got masks of 3 tokens, expected 2"),
         ([[3], []], "mask_without_token", "response token 1: the mask is empty"),
-        ([[3], [4, 6]], "mask_without_token", "response token 1: id 5 is not among the 2 ids"),
-        ([[3], [5, 10]], "bad_mask", "response token 1: id 10 .*10"),
-        ([[3, -1], [5]], "bad_mask", "response token 0: id -1 "),
-        ([[3], [2**31 - 1, 5]], "bad_mask", "response token 1: id 2147483647 "),
-        ([[3], [5, 1, 5]], "bad_mask", "response token 1: id 5 .*repeated"),
     ],
 )
 def test_masks_of_another_form_are_refused_by_name(lists: list[list[int]] | None, reason: str, what: str) -> None:
     with pytest.raises(TrajectoryRejected, match=what) as caught:
-        masks(lists, [3, 5])
+        masks(lists, 2)
     assert caught.value.reason == reason

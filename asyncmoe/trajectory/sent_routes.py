@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 
 from asyncmoe.errors import ProtocolError
@@ -19,17 +18,6 @@ from asyncmoe.trajectory.routes import MAX_LAYERS, Routes, Routing, decode_route
 
 MAGIC = b"amr1"
 _HEADER = struct.Struct("<4s4I")
-
-
-def as_text(routing: Routing) -> str:
-    """Return the text that `routing_in` reads."""
-    return msgspec.json.encode(routing).decode()
-
-
-def routing_in(text: str) -> Routing:
-    """Read the routing that `as_text` wrote."""
-    routing: Routing = msgspec.json.decode(text, type=Routing)
-    return routing
 
 
 def to_bytes(routes: Routes) -> bytes:

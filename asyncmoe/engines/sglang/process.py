@@ -34,7 +34,6 @@ from asyncmoe.process import Child
 from asyncmoe.rpc import address, nccl_settings, peers
 from asyncmoe.rpc.address import LOOPBACK
 from asyncmoe.scratch import Scratch
-from asyncmoe.trajectory.sent_routes import as_text
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
@@ -86,7 +85,8 @@ class SGLangProcess:
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = key or secrets.token_urlsafe()
         # Passed in the environment, because every user of this machine can read arguments.
-        given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
+        kept = {} if routing is None else {ROUTING_VARIABLE: msgspec.json.encode(routing).decode()}
+        given = environment(config, index, host, place) | kept
         given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
         self._scratch = Scratch()
         try:

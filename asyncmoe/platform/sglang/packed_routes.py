@@ -15,6 +15,8 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.platform.sglang.patching import after_import
 
@@ -25,18 +27,16 @@ if TYPE_CHECKING:
 
 MODULE = "sglang.srt.managers.scheduler_components.batch_result_processor"
 ROUTING_VARIABLE = "ASYNCMOE_ROUTING"
-"""Environment variable of an engine whose routes are kept: its model's routing (`asyncmoe.trajectory.sent_routes.as_text`)."""
+"""Environment variable of an engine whose routes are kept: its model's `asyncmoe.trajectory.Routing`, as JSON."""
 
 
 def install() -> None:
     """Make the scheduler pack routes, if `ROUTING_VARIABLE` is set. Call it in every process before the import of SGLang."""
-    text = os.environ.get(ROUTING_VARIABLE)
-    if not text:
-        return
-    from asyncmoe.trajectory.sent_routes import routing_in
+    if text := os.environ.get(ROUTING_VARIABLE):
+        from asyncmoe.trajectory import Routing
 
-    routing = routing_in(text)
-    after_import(MODULE, lambda module: _mend(module, routing))
+        routing = msgspec.json.decode(text, type=Routing)
+        after_import(MODULE, lambda module: _mend(module, routing))
 
 
 def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:

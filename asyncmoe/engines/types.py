@@ -105,21 +105,6 @@ class Generation:
     masks: IdLists | None = None
     top: np.ndarray | None = None
 
-    @classmethod
-    def of(
-        cls,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        spans: Sequence[VersionSpan],
-        finish: str,
-        cached_tokens: int = 0,
-        routes: Buffer | None = None,
-        masks: Sequence[Sequence[int]] | None = None,
-    ) -> Generation:
-        """Return a response given as plain numbers. Raises OverflowError for a token of more than 32 bits."""
-        arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-        return cls(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists.of(masks))
-
 
 class ParsedCall(msgspec.Struct, frozen=True):
     """A tool call in a response, as the engine's parser reads it.

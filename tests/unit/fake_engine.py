@@ -16,6 +16,7 @@ from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
+from tests.unit.generations import generation_of
 
 
 class FakeEngine:
@@ -74,7 +75,7 @@ class FakeEngine:
                     listener.hear([len(tokens) + len(versions) - 1])
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else types.ABORTED
-        return types.Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+        return generation_of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
     async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
         await self._called()

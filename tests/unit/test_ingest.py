@@ -26,6 +26,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, encode_routes, frames_in
 from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous
+from tests.unit.generations import generation_of
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -63,7 +64,7 @@ def answer(**changes: Any) -> Generation:
         "routes": plain(routes()),
         "masks": [[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
     }
-    return Generation.of(**(right | changes))
+    return generation_of(**(right | changes))
 
 
 def record(place: EpisodeId, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
@@ -126,7 +127,7 @@ async def test_groups_with_a_bad_answer_or_record_are_left_out_and_named(
 
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
     size = spans[-1][2]
-    made = Generation.of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
+    made = generation_of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
     return assemble([Turn((3, 4, 5), made, salt)], EpisodeId(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.engines.decode import cut, routed_experts, sampling_masks
-from asyncmoe.engines.types import Generation, IdLists, VersionSpan
+from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
+from tests.unit.generations import generation_of
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
 
@@ -95,7 +96,7 @@ def test_routes_of_another_form_are_refused_by_name(sent: bytes | None, reason: 
 
 @SENT
 def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[..., bytes]) -> None:
-    response = Generation.of(tuple(range(5)), (0.0,) * 5, (VersionSpan("0", 0, 5),), "length", 0, sent(made(9)))
+    response = generation_of(tuple(range(5)), (0.0,) * 5, (VersionSpan("0", 0, 5),), "length", 0, sent(made(9)))
     for keep in range(1, 6):
         kept = cut(response, keep, 5).routes
         assert kept == sent(made(9)[: 4 + keep])

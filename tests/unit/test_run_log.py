@@ -19,7 +19,7 @@ from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.cli import app
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
-from asyncmoe.engines.types import Generation, VersionSpan
+from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
 from asyncmoe.log.room import Room
@@ -36,6 +36,7 @@ from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.configs import minimal
 from tests.unit.asynchronous import asynchronous
+from tests.unit.generations import generation_of
 from tests.unit.log_lives import Home, Life, live, settled
 from tests.unit.test_checkpoints import saved
 from tests.unit.test_producer import Numbers
@@ -107,7 +108,7 @@ class Case:
         if kind == 2 and place.episode == 0:
             raise TrajectoryRejected("scorer_nan", "no score")
         reward = 1.0 if kind == 3 else float(place.episode)
-        generation = Generation.of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+        generation = generation_of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
         return (assemble([Turn(prompt.tokens, generation, version)], place, Recording(), reward, {}),)
 
     async def _train(self, queue: BoundedQueue) -> None:

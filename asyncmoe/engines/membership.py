@@ -19,12 +19,11 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.standstill import Standstill
 from asyncmoe.errors import EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineRequest
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import check, check_digest, facts
 
 log = logging.getLogger(__name__)
-MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 _POLL_S = 0.1
 _RETURN_S = 10.0
 """Seconds for all engines to find the run's next controller, which goes on without slower ones."""
@@ -102,8 +101,8 @@ class Membership:
         config: Config,
         pool: Pool,
         updating: Callable[[Member], bool],
-        controller: str = "",
-        returned: Callable[[Member, str], Awaitable[str]] | None = None,
+        controller: str,
+        returned: Callable[[Member, str], Awaitable[str]],
     ) -> None:
         self._config, self._pool, self._updating = config, pool, updating
         self._controller, self._returned = controller, returned
@@ -113,7 +112,7 @@ class Membership:
         self._returning = 0
         self._gatherings = Gatherings(config.cluster.heartbeat_timeout_s, controller)
 
-    async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
+    async def handle(self, request: EngineRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
         """Answer one request.
 
         Raises:
@@ -202,10 +201,9 @@ class Membership:
         self._left.discard(request.name)
         self._gatherings.joined(request.name)
         if request.served:
-            served = f"{request.name} has served another controller"
             self._returning += 1  # it is in the pool, but no update may begin before it has ended the one of its last controller
             try:
-                why = served if self._returned is None else await self._returned(member, request.served)
+                why = await self._returned(member, request.served)
             finally:
                 self._returning -= 1
             if why:

@@ -14,7 +14,6 @@ from asyncmoe import models
 from asyncmoe.async_tasks import cancelled, first_of
 from asyncmoe.config import Config
 from asyncmoe.engines.liveness import PAUSE_SHARE
-from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
@@ -33,6 +32,7 @@ from asyncmoe.rpc.messages import (
     Commit,
     Done,
     EngineOrder,
+    EngineRequest,
     Evaluated,
     Evaluations,
     FindWorker,
@@ -159,7 +159,7 @@ class Controller:
             self._session.check(request)
         if isinstance(request, WeightsRequest):
             return await self._coordinator.handle(request, partial(self._check_turn, request))
-        if isinstance(request, MembershipRequest):
+        if isinstance(request, EngineRequest):
             return await self._lifecycle.membership.handle(request)
         if isinstance(request, WeightsLoaded):
             return await self._compare(request)

@@ -13,6 +13,7 @@ from typing import Any
 from asyncmoe import models
 from asyncmoe.async_tasks import cancelled, first_of
 from asyncmoe.config import Config
+from asyncmoe.engines import probes
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
@@ -182,8 +183,11 @@ class Controller:
         return reply
 
     async def _compare(self, request: WeightsLoaded) -> Done:
-        prober, coordinator, probe = self._lifecycle.prober, self._coordinator, request.probe
-        await (coordinator.compare_loaded(request.checksums, request.kept) if probe is None else prober.require(probe))
+        if request.probe is None:
+            await self._coordinator.compare_loaded(request.checksums, request.kept)
+        else:
+            most = self._config.verify.anomalies.kl_engine.above
+            await probes.require(self._pool, request.probe, self._config.rollout.request_timeout_s, most)
         if request.first:
             for member in self._pool.present:
                 if member.compared:

@@ -198,10 +198,6 @@ def another_run(run: Path) -> None:
     shutil.copytree(run.with_name("other") / "log", run / "log")
 
 
-def as_before(run: Path) -> None:
-    (run / "journal.json").write_text('{"journal": "x", "begun": true}')
-
-
 def other_format(run: Path) -> None:
     path = next((run / "log" / "0").glob("*.segment"))
     data = bytearray(path.read_bytes())
@@ -214,7 +210,6 @@ def other_format(run: Path) -> None:
     ("spoil", "what"),
     [
         (another_run, "^log .*log: got the log of another run"),
-        (as_before, r"^run\.dir: got .* with a journal"),
         (other_format, "another run or version"),
     ],
 )

@@ -101,12 +101,6 @@ class Client:
             other.close()
         self._connection.close()
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
     """Return the reply of a message and the frames that follow it, read-only views of the received data.

@@ -6,6 +6,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -37,7 +38,7 @@ async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
 
 
 def _fetch(to: Rendezvous) -> list[bytes]:
-    with Client(to, "t") as client:
+    with closing(Client(to, "t")) as client:
         reply, frames = client.ask(WorkerFetch(("a",), (), (1, 2), False), 20)
     assert reply == Fetched()
     assert all(memoryview(frame).readonly for frame in frames)
@@ -54,7 +55,7 @@ def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5], ids=["asked-at-once", "asked-when-refused"])
 def test_a_wrong_secret_is_refused(after_s: float) -> None:
-    with Running(_answer) as running, Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t") as client:
+    with Running(_answer) as running, closing(Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t")) as client:
         time.sleep(after_s)
         with pytest.raises(WaitTimeout, match="rejected our key"):
             client.ask(Commit(0), 20)

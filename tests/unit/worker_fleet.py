@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ class Cluster:
         return leased
 
     def fetched(self, leased: Leased) -> Any:
-        with Client(self._rendezvous, "trainer.0") as client:
+        with closing(Client(self._rendezvous, "trainer.0")) as client:
             return held.fetch(client, leased.items, None, True)
 
     async def publish(self, version: int) -> None:

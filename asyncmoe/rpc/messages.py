@@ -62,7 +62,7 @@ class Lease(TrainerMessage, frozen=True):
 
     step: Count
     phase: Phase
-    count: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
     version: Count
     """The trainer's current version; the consumption rule measures age from it."""
     wait_s: Wait
@@ -79,7 +79,7 @@ class Commit(TrainerMessage, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: Count
-    dropped: str = ""
+    dropped: Annotated[str, msgspec.Meta(max_length=100)] = ""
     """Why the trainer left the whole batch untrained; the batch counts as dropped under this reason."""
 
 

@@ -2,8 +2,7 @@
 
 Routes: `meta_info.routed_experts` has a row for each token of prompt and response, from index `start` on, except the last token, which has
 not passed through the model. `start` is the request's `routed_experts_start_len`, at most the length of its prompt; the engine lowers it to
-the number of tokens - 1. An engine that this program started packs routes that fit (`asyncmoe.trajectory.sent_routes`); unchanged
-SGLang 0.5.23 sends int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
+the number of tokens - 1. The engine packs routes (`asyncmoe.trajectory.sent_routes`), or says why they do not fit the model.
 
 Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
 (`sglang/srt/sampling/sampling_mask.py`).
@@ -17,8 +16,8 @@ import numpy as np
 
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.trajectory import Buffer, Routes, Routing, encode_routes, expect_valid
-from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_bytes
+from asyncmoe.trajectory import Buffer, Routes, Routing, expect_valid
+from asyncmoe.trajectory.sent_routes import first_rows, from_bytes, to_bytes
 
 
 def cut(generation: Generation, keep: int, before: int) -> Generation:
@@ -51,17 +50,11 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
 
 def _first_rows(sent: Buffer, keep: int, rows: int) -> Buffer:
     """Return the first `keep` of `rows` rows. Bytes that do not hold `rows` rows are returned unchanged, and rejected later."""
-    if not _is_packed(sent):
-        return sent if len(sent) % rows else sent[: len(sent) // rows * keep]
     try:
         routes = from_bytes(sent, "a response")
         return to_bytes(first_rows(routes, keep, "a response")) if routes.rows == rows else sent
     except ProtocolError:
         return sent
-
-
-def _is_packed(sent: Buffer) -> bool:
-    return bytes(memoryview(sent)[: len(MAGIC)]) == MAGIC
 
 
 def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed: int, key: str) -> Routes:
@@ -77,15 +70,11 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
         Routes of tokens - 1 - routed rows.
 
     Raises:
-        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for packed routes that are damaged or invalid,
-            "routes_wrong_layers" for layers or experts that differ from `routing`, "length_mismatch" for a wrong number of rows; or as
-            `encode_routes`.
+        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for routes that the engine could not pack, or that are damaged
+            or invalid, "routes_wrong_layers" for layers or experts that differ from `routing`, "length_mismatch" for wrong rows.
     """
     if sent is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
-    rows = tokens - 1 - routed
-    if not _is_packed(sent):
-        return encode_routes(_plain(sent, routing, rows, key), routing, key)
     try:
         routes = from_bytes(sent, key)
         expect_valid(routes, key)  # a nonexistent or repeated expert would stop the trainer
@@ -95,20 +84,9 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
         got = f"{len(routes.layers)} layers with {routes.top_k} of {routes.experts} experts"
         expected = f"{len(routing.layers)} layers with {routing.top_k} of {routing.experts}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: the engine packed routes of {got}, expected {expected}")
-    if routes.rows != rows:
+    if routes.rows != (rows := tokens - 1 - routed):
         raise TrajectoryRejected("length_mismatch", f"{key}: got packed routes of {routes.rows} tokens, expected {rows}")
     return routes
-
-
-def _plain(sent: Buffer, routing: Routing, rows: int, key: str) -> np.ndarray:
-    """Return routes that the engine did not pack: int32[rows, all_layers, top_k]."""
-    row = routing.all_layers * routing.top_k * 4
-    if len(sent) == rows * row:
-        return np.frombuffer(sent, "<i4").reshape(rows, routing.all_layers, routing.top_k)
-    if rows and len(sent) % row and len(sent) % (4 * rows) == 0:
-        detail = f"{len(sent) // 4 // rows} experts a token in all layers, expected {routing.top_k} in each of {routing.all_layers} layers"
-        raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")
-    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row} bytes")
 
 
 def sampling_masks(lists: IdLists | None, size: int, key: str) -> IdLists:

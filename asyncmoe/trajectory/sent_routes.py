@@ -38,7 +38,7 @@ def from_bytes(data: Buffer, key: str) -> Routes:
         raise ProtocolError(f"routes of {key}: got {len(view)} bytes, expected at least {_HEADER.size}")
     magic, rows, top_k, experts, count = _HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise ProtocolError(f"routes of {key}: got {magic!r} at the beginning, expected {MAGIC!r}")
+        raise ProtocolError(f"routes of {key}: got {bytes(view[:200])!r}, expected {MAGIC!r} at the beginning")
     begin = _HEADER.size + 8 * count
     if count > MAX_LAYERS or len(view) < begin:
         expected = f"at least {begin} bytes, and at most {MAX_LAYERS} layers"

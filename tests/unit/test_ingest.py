@@ -24,6 +24,7 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, encode_routes, frames_in
+from asyncmoe.trajectory.sent_routes import to_bytes
 from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous
 from tests.unit.generations import generation_of
@@ -44,16 +45,6 @@ def routes(rows: int = len(PROMPT) + len(RESPONSE) - 1) -> np.ndarray:
     return distinct(np.random.default_rng(rows), rows, ROUTING.all_layers, ROUTING.top_k, ROUTING.experts)
 
 
-def plain(rows: np.ndarray) -> bytes:
-    return bytes(rows.astype("<i4").tobytes())
-
-
-def with_expert(expert: int) -> bytes:
-    rows = routes()
-    rows[4, 2, 0] = expert
-    return plain(rows)
-
-
 def answer(**changes: Any) -> Generation:
     """An engine's record of a response; valid unless changed."""
     right: dict[str, Any] = {
@@ -61,7 +52,7 @@ def answer(**changes: Any) -> Generation:
         "logprobs": (-0.5, -0.25, -1.0, -0.125),
         "spans": (VersionSpan("0", 0, len(RESPONSE)),),
         "finish": "stop",
-        "routes": plain(routes()),
+        "routes": to_bytes(encode_routes(routes(), ROUTING, "a response")),
         "masks": [[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
     }
     return generation_of(**(right | changes))
@@ -73,9 +64,8 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "no_routes": {"routes": None},
-    "routes_out_of_range": {"routes": with_expert(8)},
-    "routes_repeated": {"routes": with_expert(int(routes()[4, 2, 1]))},
-    "routes_wrong_layers": {"routes": plain(routes()[:, 1:])},
+    "routes_malformed": {"routes": b"routes_repeated: a response: token 4, layer 2, choice 0"},
+    "routes_wrong_layers": {"routes": to_bytes(encode_routes(routes(), dataclasses.replace(ROUTING, layers=(0, 1, 2, 3)), "a response"))},
     "no_mask": {"masks": None},
     "mask_without_token": {"masks": [[7], [9], [], [2]]},
     "bad_mask": {"masks": [[7], [9], [11, VOCABULARY], [2]]},

@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return the bytes of `to_bytes`, uint8[n]. Routes that do not fit are returned unchanged, and the reader rejects and names them.
+    """Return the bytes of `to_bytes`, uint8[n]; for routes that do not fit, a text that says why, with which the reader rejects them.
 
     Args:
         routes: int32[rows, all_layers, top_k], on the host.
@@ -51,10 +51,10 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
     from asyncmoe.trajectory.sent_routes import to_bytes
 
     try:
-        made = encode_routes(routes.numpy(), routing, "a response")
-    except TrajectoryRejected:
-        return routes
-    return torch.frombuffer(bytearray(to_bytes(made)), dtype=torch.uint8)
+        sent = to_bytes(encode_routes(routes.numpy(), routing, "a response"))
+    except TrajectoryRejected as rejected:
+        sent = str(rejected).encode()
+    return torch.frombuffer(bytearray(sent), dtype=torch.uint8)
 
 
 def _mend(module: ModuleType, routing: Routing) -> None:

@@ -127,7 +127,7 @@ def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = (
             for piece in pieces:
                 yield piece
 
-        async def _send(self, path: str, body: Any, seconds: float) -> bytes:
+        async def _send(self, path: str, body: Any, timeout_s: float | None = None) -> bytes:
             bodies.append(body)
             return b"{}"
 

@@ -68,11 +68,6 @@ class IdLists:
     counts: np.ndarray
     ids: np.ndarray
 
-    @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> IdLists:
-        """Return the lists as arrays. Raises OverflowError for an id of more than 32 bits."""
-        return cls(np.array([len(one) for one in lists], np.int32), np.array([id for one in lists for id in one], np.int32))
-
     def __len__(self) -> int:
         return len(self.counts)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
+from asyncmoe.platform.sglang.packed_answers import lists
 from asyncmoe.trajectory import Buffer
 
 
@@ -21,4 +22,4 @@ def generation_of(
 ) -> Generation:
     """Return a response with these numbers."""
     arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-    return Generation(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists.of(masks))
+    return Generation(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists(*lists(masks)))

@@ -11,6 +11,7 @@ from kept_trajectory import distinct
 from asyncmoe.engines.decode import cut, routed_experts, sampling_masks
 from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.platform.sglang.packed_answers import lists
 from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 from tests.unit.generations import generation_of
@@ -85,8 +86,8 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens() -> None:
         assert kept == packed(made(9)[: 4 + keep])
 
 
-def masks(lists: list[list[int]] | None, size: int) -> list[list[int]]:
-    got = sampling_masks(None if lists is None else IdLists.of(lists), size, "g1")
+def masks(sent: list[list[int]] | None, size: int) -> list[list[int]]:
+    got = sampling_masks(None if sent is None else IdLists(*lists(sent)), size, "g1")
     return [part.tolist() for part in np.split(got.ids, np.cumsum(got.counts)[:-1])] if size else []
 
 

@@ -96,14 +96,17 @@ def pairs(rows: Sequence[Sequence[tuple[float | None, int, Any]]]) -> np.ndarray
     return np.fromiter(map(itemgetter(0, 1), chain.from_iterable(rows)), PAIR)
 
 
+def lists(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes of all rows and their numbers, int32 each. Raises OverflowError for a number of more than 32 bits."""
+    counts = np.fromiter(map(len, rows), "<i4", len(rows))
+    return counts, np.fromiter(chain.from_iterable(rows), "<i4", int(counts.sum()))
+
+
 def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Return the sizes, ids and log-probabilities of sampling masks."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     logprobs = None if values is None else np.fromiter(values, "<f4", len(values))
-    if masks is None:
-        return None, None, logprobs
-    counts = np.fromiter(map(len, masks), "<i4", len(masks))
-    return counts, np.fromiter(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
+    return (None, None, logprobs) if masks is None else (*lists(masks), logprobs)
 
 
 def _mend(module: ModuleType) -> None:

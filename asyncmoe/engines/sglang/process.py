@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -119,17 +120,8 @@ class SGLangProcess:
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)
-        await self._freeze()
-
-    async def _freeze(self) -> None:
-        """See `SGLangClient.freeze`; retry if a connection breaks off while the server lives."""
-        while True:
-            try:
-                return await self.client.freeze()
-            except EngineLost:
-                if self.died is not None or time.monotonic() > self._ready_by:
-                    raise
-            await asyncio.sleep(_POLL_S)
+        with suppress(EngineLost):  # it only makes the server faster; whoever uses a lost one notices
+            await self.client.freeze()
 
     async def stop(self) -> None:
         """End the server with every process it spawned, and remove the files they left.

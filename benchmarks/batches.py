@@ -157,7 +157,7 @@ async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
         if isinstance(request, FindWorker):
             return WorkerFound(to)
         if isinstance(request, WorkerFetch):
-            frames = await worker.fetch(request.keys, request.places, request.layers, request.masks)
+            frames = await worker.fetch(request.places, request.layers, request.masks)
             sent += sum(memoryview(part).nbytes for part in frames)
             return Fetched(), frames
         return await service(request)

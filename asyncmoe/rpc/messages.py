@@ -277,7 +277,7 @@ class Evaluated(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """Reply to `WorkerFetch`; `frames_in(len(keys))` frames follow, in the order of its keys."""
+    """Reply to `WorkerFetch`; `frames_in(len(places))` frames follow, in the order of its places."""
 
 
 class WorkerFound(Message, frozen=True):

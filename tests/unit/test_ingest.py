@@ -100,7 +100,7 @@ async def test_groups_with_a_bad_answer_or_record_are_left_out_and_named(
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})
-        frames = await worker.fetch([item.key for item in leased.items], [Place(1, 0)] * BATCH)
+        frames = await worker.fetch({item.key: Place(1, 0) for item in leased.items})
         assert len(frames) == frames_in(BATCH)
         held.commit(step)
         held.set_version(step + 1)
@@ -149,7 +149,7 @@ async def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_want
     await worker.hold(held, 1)
 
     async def fetch(*how: Any) -> Trajectory:
-        return decode(list(await worker.fetch((BAD,), (Place(1, 0),), *how)))
+        return decode(list(await worker.fetch({BAD: Place(1, 0)}, *how)))
 
     first, last = await fetch((1, 2), False), await fetch((4,), True)
     assert (first.routes.layers, first.masks) == ((1, 2), None)

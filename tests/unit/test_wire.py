@@ -21,6 +21,7 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc import server as rpc_server
 from asyncmoe.rpc.client import Client, rebuild
@@ -95,7 +96,7 @@ def test_a_slow_lease_holds_up_nobody() -> None:
     ):
         leasing = pool.submit(slow.ask, LEASE, 20)
         for _ in range(20):
-            fast.ask(WorkerFetch((), ()), 20)
+            fast.ask(WorkerFetch({}), 20)
         assert not leasing.done()
         release.set()
         assert leasing.result(20)[0] == Leased(0, (), 0, {})
@@ -216,7 +217,7 @@ def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.Monke
     monkeypatch.setattr(rpc_server, "MAX_FRAME_BYTES", 1 << 16)
     with Running(_done) as to, closing(Client(to.rendezvous, "big")) as big, closing(Client(to.rendezvous, "t")) as client:
         with pytest.raises(WaitTimeout, match="connection was lost"):
-            big.ask(WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ()), 20)
+            big.ask(WorkerFetch({f"{i:08}": Place(1, i) for i in range(20_000)}), 20)
         assert client.ask(HELLO, 20)[0] == Done()
 
 

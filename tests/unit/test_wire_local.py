@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.rpc import local
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Done, Fetched, Reply, Request
@@ -34,12 +35,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-    return (Fetched(), FRAMES) if request == WorkerFetch(("a",), (), (1, 2), False) else Done()
+    return (Fetched(), FRAMES) if request == WorkerFetch({"a": Place(1, 0)}, (1, 2), False) else Done()
 
 
 def _fetch(to: Rendezvous) -> list[bytes]:
     with closing(Client(to, "t")) as client:
-        reply, frames = client.ask(WorkerFetch(("a",), (), (1, 2), False), 20)
+        reply, frames = client.ask(WorkerFetch({"a": Place(1, 0)}, (1, 2), False), 20)
     assert reply == Fetched()
     assert all(memoryview(frame).readonly for frame in frames)
     return [bytes(frame) for frame in frames]

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from asyncmoe.errors import ProtocolError
+from asyncmoe.rpc.codec import parsed
 
 Message = Mapping[str, Any]
 """One message of a conversation: "role", "content", and any other key that the chat template knows."""
@@ -88,10 +88,7 @@ def to_bytes(prompt: Prompt) -> bytes:
 
 def from_bytes(sent: bytes) -> Prompt:
     """Decode the result of `to_bytes`. Raises ProtocolError."""
-    try:
-        return msgspec.convert(json.loads(sent), Prompt)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"malformed prompt: {error}") from error
+    return parsed(lambda: msgspec.convert(json.loads(sent), Prompt), "prompt")
 
 
 @dataclass(frozen=True)

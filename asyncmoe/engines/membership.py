@@ -37,6 +37,9 @@ LEFT = "it has left"
 class RemoteEngine:
     """An engine that has joined; an `asyncmoe.engines.engine.EngineHandle`.
 
+    Attributes:
+        gone: why it counts as dead; "" if it does not.
+
     Args:
         heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
         gatherings: tracks its nodes, if it has several; they end with it.
@@ -48,7 +51,7 @@ class RemoteEngine:
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
-        self._timeout_s, self._gone = heartbeat_timeout_s, ""
+        self._timeout_s, self.gone = heartbeat_timeout_s, ""
         self._heard, self._standstill = time.monotonic(), Standstill()
 
     @property
@@ -56,19 +59,15 @@ class RemoteEngine:
         """Why the engine counts as dead, or None."""
         self._heard += self._standstill.look()  # the pool asks twice a second; heartbeats that came meanwhile are still to be read
         silent = time.monotonic() - self._heard
-        if not self._gone and silent > self._timeout_s:
-            self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
-        if not self._gone and self._gatherings is not None and not self.order.done():
-            self._gone = self._gatherings.lost(self.name, self._met)
-        return self._gone or None
+        if not self.gone and silent > self._timeout_s:
+            self.gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
+        if not self.gone and self._gatherings is not None and not self.order.done():
+            self.gone = self._gatherings.lost(self.name, self._met)
+        return self.gone or None
 
     def kill(self) -> None:
         """Order the engine to end; it polls for orders continuously."""
-        self.tell(EngineOrder(why=self._gone or "the controller fenced it; see the controller's log", again=True))
-
-    def gone(self, why: str) -> None:
-        """Record that the engine itself reported its end."""
-        self._gone = why
+        self.tell(EngineOrder(why=self.gone or "the controller fenced it; see the controller's log", again=True))
 
     def tell(self, order: EngineOrder) -> None:
         """Set the engine's last order; later orders are ignored."""
@@ -218,7 +217,7 @@ class Membership:
     async def _leave(self, name: str, why: str) -> None:
         member, remote = self._joined(name)
         if why:
-            remote.gone(why)
+            remote.gone = why
             self._pool.fence(member, why)
             return
         # All nodes of an engine may ask to leave at once.

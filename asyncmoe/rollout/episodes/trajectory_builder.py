@@ -120,10 +120,10 @@ def assemble(
 
 
 def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
-    """Return `values` with the first `forked` replaced by `blank`. An answer may have too few values, which the queue refuses."""
-    if not forked:
-        return values
-    return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])
+    """Return a copy of `values` with the first `forked` replaced by `blank`."""
+    made = values.copy()
+    made[:forked] = blank
+    return made
 
 
 def _logprobs(turns: Sequence[Turn]) -> np.ndarray:

@@ -7,14 +7,12 @@ from asyncmoe.trajectory.codec import decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks
 from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes, expect_valid
-from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, TOP, Recording, Trajectory
+from asyncmoe.trajectory.trajectory import NOT_SAMPLED, NOTHING, TOP, Recording, Trajectory
 from asyncmoe.trajectory.validation import validate
 
 __all__ = [
-    "ARRAYS",
     "NOTHING",
     "NOT_SAMPLED",
-    "OPTIONAL",
     "TOP",
     "Buffer",
     "EncodedMasks",

@@ -17,9 +17,7 @@ from kept_trajectory import distinct
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.plan import disk
 from asyncmoe.trajectory import (
-    ARRAYS,
     NOT_SAMPLED,
-    OPTIONAL,
     TOP,
     EncodedMasks,
     Recording,
@@ -37,6 +35,7 @@ from asyncmoe.trajectory import (
     validate,
 )
 from asyncmoe.trajectory.native import crc32c
+from asyncmoe.trajectory.trajectory import ARRAYS, OPTIONAL
 
 DTYPES = {"tokens": "i4", "loss_mask": "?", "logprobs": "f4", "versions": "i4"}
 INT32 = np.iinfo(np.int32)

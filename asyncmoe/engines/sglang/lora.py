@@ -13,7 +13,6 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind, served_targets
 from asyncmoe.models.shape import Shape
 
-_IN_MEMORY = Path("/dev/shm")
 LIMIT = "--max-lora-rank"
 
 
@@ -44,7 +43,7 @@ async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeou
     Raises:
         EngineError, WaitTimeout: the engine refused or did not answer.
     """
-    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir="/dev/shm") as folder:
         peft.write_blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
         await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)

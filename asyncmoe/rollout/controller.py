@@ -122,7 +122,7 @@ class Controller:
         self._pool = parts.pool_of(config, config.max_concurrent)
         untried = succession is None or not succession.before  # else the previous controller tried scorer and answers
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
-        self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
+        self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluations.write)
         driver = UpdateDriver(
             self._pool,
             config.sync.timeout_s,

@@ -103,7 +103,7 @@ async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -
         if succession is not None:
             succession.close()
         recorder.close()
-        await run_log.close()
+        await asyncio.to_thread(run_log.queue_log.close)
 
 
 class Controller:
@@ -344,7 +344,8 @@ class Controller:
 
     def _go_on(self, version: int) -> None:
         self._served.set()
-        self._evaluator.resume(version)
+        if not self._evaluator.known(version):  # the previous controller may have finished it
+            self._evaluator.published(version)
 
     def _unfinished(self) -> int:
         """Trajectories that must finish before a version lands: in one_step_off, where versions land between batches, all running ones."""

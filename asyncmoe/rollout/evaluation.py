@@ -83,11 +83,6 @@ class Evaluator:
         self._unfinished += 1
         self._due.put_nowait(version)
 
-    def resume(self, version: int) -> None:
-        """Report that every engine still serves `version` from the previous controller, which may have finished its evaluation."""
-        if not self.known(version):
-            self.published(version)
-
     def known(self, version: int) -> bool:
         """Return whether the evaluation of a version is on record."""
         return sum(one.version == version for one in read_evaluations(self._records)) >= len(self._sets)

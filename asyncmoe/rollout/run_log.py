@@ -184,10 +184,6 @@ class RunLog:
             await asyncio.to_thread(directories.begin_window, run_dir, begin)
         log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(self._kept.oldest(steps), begin))
 
-    async def close(self) -> None:
-        """Write pending records, and close the log."""
-        await asyncio.to_thread(self.queue_log.close)
-
 
 def backend(section: LogSection, run_dir: Path, run: str) -> tuple[Open, Measure]:
     """Return the functions that open a run's logs and measure their room. They raise as `FileLog` and `files.room`, or `RedisLog` and

@@ -204,7 +204,7 @@ def _read_routes(header: _Header, frame: memoryview) -> Routes | None:
         return None
     if spec.rows != expected:
         raise ProtocolError(f"trajectory {header.key}: got routes of {spec.rows} tokens, expected {expected}")
-    routes = Routes(spec.rows, spec.layers, spec.top_k, spec.experts, spec.digests, frame.toreadonly())
+    routes = Routes(**msgspec.structs.asdict(spec), planes=frame.toreadonly())
     check_routes(routes, header.key)
     return routes
 
@@ -216,7 +216,7 @@ def _read_masks(header: _Header, frame: memoryview) -> EncodedMasks | None:
         return None
     if spec.rows != expected:
         raise ProtocolError(f"trajectory {header.key}: got masks of {spec.rows} tokens, expected {expected}")
-    masks = EncodedMasks(spec.rows, spec.ids, spec.vocabulary, spec.digest, frame.toreadonly())
+    masks = EncodedMasks(**msgspec.structs.asdict(spec), data=frame.toreadonly())
     check_masks(masks, header.key)
     return masks
 

@@ -150,7 +150,7 @@ class Cluster:
         for lent in self.lent.values():
             await lent.kill()
         await self.server.close()
-        await self.run_log.close()
+        self.run_log.queue_log.close()
 
     async def start(self, number: int) -> None:
         self.lent[number] = Lent(self.config, number, self.parts, self.connect, self.fleet)

@@ -334,7 +334,6 @@ class EngineOrder(Message, frozen=True):
 class Committed(Message, frozen=True):
     """Reply to `WeightsCommit`."""
 
-    version: int
     pause_ms: tuple[float, ...]
     """Pause of each engine."""
 

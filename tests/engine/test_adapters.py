@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Generation, Sampling
@@ -58,7 +57,7 @@ class Rig:
         return folder
 
     async def unload(self, name: str) -> None:
-        await self.engine.client._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, 60.0)
+        await self.engine.client._send("/unload_lora_adapter", {"lora_name": name})
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
         return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)

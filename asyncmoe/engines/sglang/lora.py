@@ -12,7 +12,6 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind, served_config, served_targets
 
-_IN_MEMORY = Path("/dev/shm")
 LIMIT = "--max-lora-rank"
 
 
@@ -45,7 +44,7 @@ async def install(client: SGLangClient, kind: Kind, timeout_s: float) -> None:
         EngineError, WaitTimeout: the engine refused or did not answer.
     """
     config = served_config(replace(kind, alpha=float(kind.rank)))
-    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(prefix="asyncmoe-adapter-") as folder:
         peft.write(Path(folder), peft.Files(config, "float32", {}))
         await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)

@@ -148,7 +148,7 @@ async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
         members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
         held = await worker.hold([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)], 1)
         await queue.put(replace(held, place=Place(1, 0)))
-    service, together = QueueService(queue, run="bench", config_digest=""), asyncio.Barrier(tp)
+    service, together = QueueService(queue, config_digest=""), asyncio.Barrier(tp)
 
     async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:
         nonlocal sent
@@ -157,7 +157,7 @@ async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
         if isinstance(request, FindWorker):
             return WorkerFound(to)
         if isinstance(request, WorkerFetch):
-            frames = await worker.fetch(request.keys, request.places, request.layers, request.masks)
+            frames = await worker.fetch(request.places, request.layers, request.masks)
             sent += sum(memoryview(part).nbytes for part in frames)
             return Fetched(), frames
         return await service(request)

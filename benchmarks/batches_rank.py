@@ -104,7 +104,7 @@ def run(job: BatchJob) -> RankTook:
         leased: Leased = batch_client.lease(client, config, number, "rl", lambda: None)
         yield time.monotonic()
         updates = planned(leased.items)
-        wanted = batch_client.shares(updates, place)
+        wanted = sorted(i for update in updates for i in update.schedule.indices(place.dp_rank))
         trajectories = batch_client.fetch(partial(held.fetch, client), place, leased, wanted, layers, place.last_stage)
         yield time.monotonic()
         nothing = {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -29,7 +30,7 @@ def main() -> None:
     built = gpt.build(load_hf_config(config.model.path), config, place)
     gpt.load_hf(built, config.model.path)
     costs = []
-    with Client(keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.weights") as client:
+    with closing(Client(keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.weights")) as client:
         sync = publisher(config, built, client, ExpectedChecksums(config, built))
         for version in range(1, updates + 1):
             time.sleep(rest_s)

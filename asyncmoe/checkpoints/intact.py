@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.checkpoints import directories, manifest
-from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.errors import DataError
 
 QUICK_BYTES = 2 << 30
@@ -75,21 +74,22 @@ def first_intact(checkpoints: Iterable[Path], fault_of: Callable[[Path], str | N
     )
 
 
-def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
-    """Return which file of a checkpoint is damaged, and how; None if all files are undamaged.
+def fault(checkpoint: Path, most_bytes: int | None = None, rank: int = 0, world: int = 1) -> str | None:
+    """Return which file of a checkpoint is damaged, and how; None if all files are undamaged. The sizes of all files are compared.
 
     Args:
-        most_bytes: read the smallest files, up to this many bytes; compare only the sizes of the others. None: read all files.
+        most_bytes: read the smallest files, up to this many bytes. None: read the share of `rank`; together the `world` ranks read every
+            file.
 
     Raises:
         UserError: the checkpoint may be intact, but cannot be read here.
     """
-    return _fault(checkpoint, lambda listed: sorted(listed) if most_bytes is None else manifest.smallest(listed, most_bytes))
-
-
-def fault_in_share(checkpoint: Path, rank: int, world: int) -> str | None:
-    """Like `fault`, for the files that one of `world` ranks verifies; together the ranks read every file."""
-    return _fault(checkpoint, lambda listed: manifest.share(listed, rank, world))
+    try:
+        listed = manifest.read(checkpoint)
+        names = manifest.share(listed, rank, world) if most_bytes is None else manifest.smallest(listed, most_bytes)
+        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, names)
+    except DataError as error:  # the manifest is damaged; reported without the checkpoint's path
+        return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"
 
 
 def chosen(run_dir: Path, step: int | None) -> Path:
@@ -114,12 +114,3 @@ def refused(checkpoint: Path, fault: str) -> DataError:
     older = [path for path in directories.complete(checkpoint.parent.parent) if path < checkpoint]
     hint = f"--step {directories.step_of(older[-1].name)} exports the checkpoint before it" if older else "the run has no older checkpoint"
     return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="undamaged files", hint=hint)
-
-
-def _fault(checkpoint: Path, choose: Callable[[Manifest], Iterable[str]]) -> str | None:
-    """Compare the sizes of all files, and the content of the chosen ones."""
-    try:
-        listed = manifest.read(checkpoint)
-        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, choose(listed))
-    except DataError as error:  # the manifest is damaged; reported without the checkpoint's path
-        return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"

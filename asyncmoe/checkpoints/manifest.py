@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from asyncmoe import storage
 from asyncmoe.errors import DataError, UserError
 
 MANIFEST = "manifest.json"
@@ -65,10 +66,7 @@ def text_of(manifest: Manifest) -> bytes:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Write and sync `manifest.json`."""
-    with (directory / MANIFEST).open("wb") as file:
-        file.write(text_of(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    storage.replace(directory / MANIFEST, text_of(manifest), durable=True)
 
 
 def read(directory: Path) -> Manifest:

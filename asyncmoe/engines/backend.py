@@ -5,7 +5,6 @@ from __future__ import annotations
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.process import SGLangProcess
-from asyncmoe.errors import InvariantBroken
 
 start = SGLangProcess
 """Starts an engine on this machine, or one node of it; an `asyncmoe.engines.engine.EngineProcess`."""
@@ -14,10 +13,3 @@ start = SGLangProcess
 def connect(name: str, url: str, key: str) -> Engine:
     """Return the client of an engine that runs on another machine. `name`, `url` and `key` are those of its process there."""
     return SGLangClient(name, url, key)
-
-
-def address_of(engine: Engine) -> tuple[str, str]:
-    """Return URL and key of an engine, with which another process can `connect`."""
-    if not isinstance(engine, SGLangClient):
-        raise InvariantBroken(f"client of an engine: got a {type(engine).__name__}, expected an SGLangClient")
-    return engine.url, engine.key

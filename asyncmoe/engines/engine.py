@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -36,9 +36,12 @@ class Engine(Protocol):
 
     Attributes:
         name: name of the engine in errors and records: "engine.0".
+        url, key: with these, another process can `asyncmoe.engines.backend.connect`.
     """
 
     name: str
+    url: str
+    key: str
 
     # Health
 
@@ -84,8 +87,14 @@ class Engine(Protocol):
             WaitTimeout: no answer within `timeout_s`.
         """
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
-        """Return the log-probabilities of two or more tokens, computed without cached prefixes or an adapter, and under one version."""
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
+        """Return each token's log-probability given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first.
+
+        They are computed without cached prefixes or an adapter, and under one version.
+
+        Args:
+            tokens: two or more.
+        """
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.

@@ -217,5 +217,4 @@ async def _orphaned(seconds: float) -> None:
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     """Return the result of `work`, or None if `stop` is set first."""
     async with first_of(work, stop.wait()) as (working, _):
-        result: T | None = working.result() if working.done() else None
-        return result
+        return working.result() if working.done() else None

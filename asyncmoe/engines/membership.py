@@ -19,12 +19,11 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.standstill import Standstill
 from asyncmoe.errors import EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineRequest
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import check, check_digest, facts
 
 log = logging.getLogger(__name__)
-MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 _POLL_S = 0.1
 _RETURN_S = 10.0
 """Seconds for all engines to find the run's next controller, which goes on without slower ones."""
@@ -38,6 +37,9 @@ LEFT = "it has left"
 class RemoteEngine:
     """An engine that has joined; an `asyncmoe.engines.engine.EngineHandle`.
 
+    Attributes:
+        gone: why it counts as dead; "" if it does not.
+
     Args:
         heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
         gatherings: tracks its nodes, if it has several; they end with it.
@@ -49,7 +51,7 @@ class RemoteEngine:
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
-        self._timeout_s, self._gone = heartbeat_timeout_s, ""
+        self._timeout_s, self.gone = heartbeat_timeout_s, ""
         self._heard, self._standstill = time.monotonic(), Standstill()
 
     @property
@@ -57,19 +59,15 @@ class RemoteEngine:
         """Why the engine counts as dead, or None."""
         self._heard += self._standstill.look()  # the pool asks twice a second; heartbeats that came meanwhile are still to be read
         silent = time.monotonic() - self._heard
-        if not self._gone and silent > self._timeout_s:
-            self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
-        if not self._gone and self._gatherings is not None and not self.order.done():
-            self._gone = self._gatherings.lost(self.name, self._met)
-        return self._gone or None
+        if not self.gone and silent > self._timeout_s:
+            self.gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
+        if not self.gone and self._gatherings is not None and not self.order.done():
+            self.gone = self._gatherings.lost(self.name, self._met)
+        return self.gone or None
 
     def kill(self) -> None:
         """Order the engine to end; it polls for orders continuously."""
-        self.tell(EngineOrder(why=self._gone or "the controller fenced it; see the controller's log", again=True))
-
-    def gone(self, why: str) -> None:
-        """Record that the engine itself reported its end."""
-        self._gone = why
+        self.tell(EngineOrder(why=self.gone or "the controller fenced it; see the controller's log", again=True))
 
     def tell(self, order: EngineOrder) -> None:
         """Set the engine's last order; later orders are ignored."""
@@ -102,8 +100,8 @@ class Membership:
         config: Config,
         pool: Pool,
         updating: Callable[[Member], bool],
-        controller: str = "",
-        returned: Callable[[Member, str], Awaitable[str]] | None = None,
+        controller: str,
+        returned: Callable[[Member, str], Awaitable[str]],
     ) -> None:
         self._config, self._pool, self._updating = config, pool, updating
         self._controller, self._returned = controller, returned
@@ -113,7 +111,7 @@ class Membership:
         self._returning = 0
         self._gatherings = Gatherings(config.cluster.heartbeat_timeout_s, controller)
 
-    async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
+    async def handle(self, request: EngineRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
         """Answer one request.
 
         Raises:
@@ -202,10 +200,9 @@ class Membership:
         self._left.discard(request.name)
         self._gatherings.joined(request.name)
         if request.served:
-            served = f"{request.name} has served another controller"
             self._returning += 1  # it is in the pool, but no update may begin before it has ended the one of its last controller
             try:
-                why = served if self._returned is None else await self._returned(member, request.served)
+                why = await self._returned(member, request.served)
             finally:
                 self._returning -= 1
             if why:
@@ -220,7 +217,7 @@ class Membership:
     async def _leave(self, name: str, why: str) -> None:
         member, remote = self._joined(name)
         if why:
-            remote.gone(why)
+            remote.gone = why
             self._pool.fence(member, why)
             return
         # All nodes of an engine may ask to leave at once.

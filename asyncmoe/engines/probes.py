@@ -61,50 +61,44 @@ def check(probe: Probe) -> None:
         raise ProtocolError("probe: a log-probability is not finite")
 
 
-class Prober:
-    """Compares engines before they sample.
+async def require(pool: Pool, probe: Probe, timeout_s: float, most: float | None) -> None:
+    """Compare the weights that all engines have loaded, without adapters; fence an engine that does not answer.
 
     Args:
         timeout_s: limit on each request to an engine.
         most: largest divergence in nats a token; None: no limit.
+
+    Raises:
+        ProtocolError: see `check`.
+        Disagreement: an engine diverges by more than `most`.
     """
+    check(probe)
+    for member in pool.present:
+        found = await _asked(probe, member, timeout_s)
+        if found is None:
+            pool.fence(member, "it did not answer the first probe")
+        elif most is not None and not found.divergence <= most:
+            got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {most:g}"
+            raise Disagreement(f"verify.anomalies.kl_engine.above: weights of {found.engine} against the trainer's: {got}")
+        else:
+            member.compared = True
+            log.info(
+                "%s and trainer on %d probe tokens: |difference| max %.2e, mean %.2e, divergence %.2e",
+                *(found.engine, found.tokens, found.largest, found.mean, found.divergence),
+            )
 
-    def __init__(self, pool: Pool, timeout_s: float, most: float | None) -> None:
-        self._pool, self._timeout_s, self._most = pool, timeout_s, most
 
-    async def require(self, probe: Probe) -> None:
-        """Compare the weights that all engines have loaded, without adapters; fence an engine that does not answer.
+async def _asked(probe: Probe, member: Member, timeout_s: float) -> Compared | None:
+    """Score the texts with the engine's loaded weights and return the comparison, or None if the engine failed."""
+    places = asyncio.Semaphore(_AT_ONCE)
 
-        Raises:
-            ProtocolError: see `check`.
-            Disagreement: an engine diverges by more than `most`.
-        """
-        check(probe)
-        for member in self._pool.present:
-            found = await self._asked(probe, member)
-            if found is None:
-                self._pool.fence(member, "it did not answer the first probe")
-            elif self._most is not None and not found.divergence <= self._most:
-                got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
-                raise Disagreement(f"verify.anomalies.kl_engine.above: weights of {found.engine} against the trainer's: {got}")
-            else:
-                member.compared = True
-                log.info(
-                    "%s and trainer on %d probe tokens: |difference| max %.2e, mean %.2e, divergence %.2e",
-                    *(found.engine, found.tokens, found.largest, found.mean, found.divergence),
-                )
+    async def ask(tokens: Sequence[int]) -> Sequence[float]:
+        async with places:
+            return await member.engine.client.prompt_logprobs(tokens, timeout_s)
 
-    async def _asked(self, probe: Probe, member: Member) -> Compared | None:
-        """Score the texts with the engine's loaded weights and return the comparison, or None if the engine failed."""
-        places = asyncio.Semaphore(_AT_ONCE)
-
-        async def ask(tokens: Sequence[int]) -> Sequence[float]:
-            async with places:
-                return (await member.engine.client.prompt_logprobs(tokens, self._timeout_s)).logprobs
-
-        try:
-            found = await together([ask(tokens) for tokens in probe.tokens])
-        except AsyncmoeError as error:
-            log.warning("probe: %s", error)
-            return None
-        return compare(member.engine.name, list(zip(probe.logprobs, found, strict=True)))
+    try:
+        found = await together([ask(tokens) for tokens in probe.tokens])
+    except AsyncmoeError as error:
+        log.warning("probe: %s", error)
+        return None
+    return compare(member.engine.name, list(zip(probe.logprobs, found, strict=True)))

@@ -68,11 +68,6 @@ class IdLists:
     counts: np.ndarray
     ids: np.ndarray
 
-    @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> IdLists:
-        """Return the lists as arrays. Raises OverflowError for an id of more than 32 bits."""
-        return cls(np.array([len(one) for one in lists], np.int32), np.array([id for one in lists for id in one], np.int32))
-
     def __len__(self) -> int:
         return len(self.counts)
 
@@ -104,34 +99,6 @@ class Generation:
     routes: Buffer | None = None
     masks: IdLists | None = None
     top: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        spans: Sequence[VersionSpan],
-        finish: str,
-        cached_tokens: int = 0,
-        routes: Buffer | None = None,
-        masks: Sequence[Sequence[int]] | None = None,
-    ) -> Generation:
-        """Return a response given as plain numbers. Raises OverflowError for a token of more than 32 bits."""
-        arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-        return cls(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists.of(masks))
-
-
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """An engine's log-probabilities of a given text.
-
-    Attributes:
-        logprobs: each token's log-probability given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first.
-        version: the weights' version string.
-    """
-
-    logprobs: tuple[float, ...]
-    version: str
 
 
 class ParsedCall(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
         with suppress(KeyError):
             if isinstance(value := reached(first, name), str | int | float) and str(value).strip():
                 with suppress(ValueError):
-                    mathematics.check(str(value).rpartition(MARK)[2].strip())
+                    mathematics.reference(str(value).rpartition(MARK)[2].strip())
                     return name, "math_verify"
                 return name, "exact"
     hint = "rename the column of answers; without any, write a configuration with task.columns.answer=null and a scorer of your own"

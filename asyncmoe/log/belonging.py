@@ -14,7 +14,6 @@ from asyncmoe.errors import ConfigError, DataError
 MARKER, FOLDER = "log.json", "log"
 FORM: Final = 4
 """Version of all record formats: raise it when one changes."""
-_FORMER = ("journal.json", "journal")
 _AGAIN = "queued and unfinished episodes are then sampled again"
 
 
@@ -44,9 +43,6 @@ class Belonging(msgspec.Struct, frozen=True):
 
 def read(run_dir: Path) -> Belonging | None:
     """Return what a run's log belongs to, or None if it has none. Raises DataError if the file is damaged or of another form."""
-    if former := [run_dir / name for name in _FORMER if (run_dir / name).exists()]:
-        hint = f"finish the run with the version that began it, or delete {' and '.join(map(str, former))}: {_AGAIN}"
-        raise DataError("run.dir", got=f"{run_dir} with a journal, the former format", expected="a log", hint=hint)
     try:
         return msgspec.json.decode((run_dir / MARKER).read_bytes(), type=Belonging)
     except FileNotFoundError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -76,13 +75,12 @@ class Log(ABC):
 
     Attributes:
         end, size: as above, including what is not written yet.
-        cpu_s: CPU seconds used by its threads.
         damaged: whether `read` found that records are lost.
     """
 
     def __init__(self, name: str, reader: Reader, writer: str, end: int, size: int, max_bytes: int | None) -> None:
         self._reader, self._writer = reader, writer
-        self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
+        self.name, self.damaged, self._max_bytes = name, False, max_bytes
         self.end = self._durable = self._opened = end
         self.size = size
         self._changing, self._queue = threading.Lock(), list[Record]()
@@ -162,7 +160,7 @@ class Log(ABC):
             self._ticking.join()
             if wait([last], _CLOSE_S).not_done:
                 raise WaitTimeout(self.name, "its appended records to be written", _CLOSE_S)
-            log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self.size, self.cpu_s)
+            log.info("%s: %d bytes are kept", self.name, self.size)
             self._let_go()
 
     # ------------------------------------------------------------ for backends
@@ -205,7 +203,6 @@ class Log(ABC):
         """Run one of the log's operations, unless an earlier one failed. Raises the log's failure."""
         if self._failure is not None:
             raise self._failure
-        began = time.thread_time()
         try:
             return act(*arguments)
         except Exception as error:
@@ -213,9 +210,6 @@ class Log(ABC):
             self._failure = self._failure or (error if isinstance(error, AsyncmoeError) else bug)
             log.error("%s", self._failure)
             raise self._failure from error
-        finally:
-            with self._changing:
-                self.cpu_s += time.thread_time() - began
 
     def _settle(self, position: int) -> None:
         """Write appended records, and sync if the record at a position is not durable yet."""

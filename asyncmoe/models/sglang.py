@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from asyncmoe.models.parallel import EngineParallel
-from asyncmoe.models.shape import Shape, Shapes, layer_shapes
-from asyncmoe.models.shards import dtype_of, put_gated_mlp, put_padded_rows, put_whole, shard, span
-from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, columns, rows
+from asyncmoe.models.shape import Shape, layer_shapes
+from asyncmoe.models.shards import dtype_of, padded, put_gated_mlp, put_whole, shard, span
+from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, RankLayout, columns, rows, whole
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it shards it (DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -45,16 +45,24 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
     Raises:
         ConfigError: the sizes do not divide the model.
     """
-    top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     builder = LayoutBuilder(rank, dtype)
-    put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, *parallel.attn_place(rank))
+    _put_vocabulary(builder, m, "model.embed_tokens.weight", "embed", *parallel.attn_place(rank))
     layer = cache(partial(_layer, m, engine, parallel, rank, dtype))
     for dense, run in m.runs(range(m.layers)):
         builder.repeat(layer(dense), [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
-    put_whole(builder, top, "model.norm.weight", "final_norm")
+    builder.stack("model.norm.weight", [("final_norm", whole((m.hidden,)))])
     if not (m.tied and engine.shares_tied_head):
-        put_padded_rows(builder, top, "lm_head.weight", "embed" if m.tied else "head", VOCAB_MULTIPLE, parallel.tp, rank)
+        _put_vocabulary(builder, m, "lm_head.weight", "embed" if m.tied else "head", parallel.tp, rank)
     return builder.build()
+
+
+def _put_vocabulary(builder: LayoutBuilder, m: Shape, storage: str, tensor: str, parts: int, index: int) -> None:
+    """Add a row shard of the padded embedding or output layer; it may end in padding or be all padding."""
+    first, count = shard(padded(m.vocab, VOCAB_MULTIPLE), parts, index)
+    real = max(0, min(count, m.vocab - first))
+    held = [(tensor, rows((m.vocab, m.hidden), first, real))] if real else []
+    padding = [(PADDING, whole((count - real, m.hidden)))] if real < count else []
+    builder.stack(storage, held + padding)
 
 
 def _layer(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str, dense: bool) -> RankLayout:

@@ -155,11 +155,10 @@ def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
 
 def tensors(m: Shape) -> Shapes:
     """Return the canonical tensors and their shapes."""
-    layer = {dense: layer_shapes(m, dense) for dense in {i in m.dense_layers for i in range(m.layers)}}
     found: Shapes = {"embed": (m.vocab, m.hidden)}
-    for i in range(m.layers):
-        front = f"layers.{i}."
-        found |= {front + name: shape for name, shape in layer[i in m.dense_layers].items()}
+    for dense, run in m.runs(range(m.layers)):
+        layer = layer_shapes(m, dense)
+        found |= {f"layers.{i}.{name}": shape for i in run for name, shape in layer.items()}
     found["final_norm"] = (m.hidden,)
     if not m.tied:
         found["head"] = (m.vocab, m.hidden)

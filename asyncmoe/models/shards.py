@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.shape import Shape, Shapes
-from asyncmoe.reshard.layout import PADDING, LayoutBuilder, columns, rows, whole
+from asyncmoe.reshard.layout import LayoutBuilder, columns, rows, whole
 
 
 def shard(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -56,16 +56,6 @@ def put_gated_mlp(builder: LayoutBuilder, shapes: Shapes, tensor: str, gate_up: 
     part = rows(gate, *shard(gate[0], parts, index))
     builder.stack(gate_up, [(f"{tensor}gate", part), (f"{tensor}up", part)])
     put_columns(builder, shapes, down, f"{tensor}down", parts, index)
-
-
-def put_padded_rows(builder: LayoutBuilder, shapes: Shapes, storage: str, tensor: str, multiple: int, parts: int, index: int) -> None:
-    """Add a row shard of a tensor whose rows are first padded to a multiple; the shard may end in padding or be all padding."""
-    total, *rest = shapes[tensor]
-    first, count = shard(padded(total, multiple), parts, index)
-    real = max(0, min(count, total - first))
-    held = [(tensor, rows((total, *rest), first, real))] if real else []
-    padding = [(PADDING, whole((count - real, *rest)))] if real < count else []
-    builder.stack(storage, held + padding)
 
 
 def padded(total: int, multiple: int) -> int:

@@ -16,7 +16,6 @@ this queue: leases from step k on are granted again, unchanged, queued groups ar
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -32,10 +31,6 @@ from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
-
-MAX_LEASE_WAIT_S = 86_400.0
-MAX_REASON = 100
-"""Maximum length, in characters, of the reason under which a trainer drops a batch."""
 
 
 class BoundedQueue:
@@ -176,7 +171,7 @@ class BoundedQueue:
 
         Before that, groups with a token more than `Admission.age_bound` versions older than `version` are dropped (rule requeue: requeued)
         for the reason "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit,
-        and get the same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
+        and get the same answer. An answer without items (and with `stop` false) means that `wait_s` expired: ask again.
 
         Raises:
             ProtocolError: the step was already committed, ranks disagree on the step's terms, `count` is not whole groups, `version` is
@@ -185,8 +180,6 @@ class BoundedQueue:
             StorageError, DataError: the log cannot be written or read.
             AsyncmoeError: the error passed to `fail`.
         """
-        if not math.isfinite(wait_s) or count <= 0:
-            raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected count > 0 and a finite wait_s")
         if phase == "rl" and count % self._group_size:
             raise ProtocolError(f"lease of step {step}: got count {count}, expected whole groups of {self._group_size}")
         if phase == "rl" and version < self._version and not self._is_replay(step):
@@ -195,7 +188,7 @@ class BoundedQueue:
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
         if phase == "rl" and not self._stopping:
             await self._replay(step, terms)
-        answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
+        answer = await self._changes.until(lambda: self._try_lease(step, terms), wait_s)
         await self.log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
@@ -207,10 +200,8 @@ class BoundedQueue:
                 and keeps using capacity under the law, because its step is over.
 
         Raises:
-            ProtocolError: `step` was never leased, an earlier step is not committed yet, or the reason is too long.
+            ProtocolError: `step` was never leased, or an earlier step is not committed yet.
         """
-        if len(dropped) > MAX_REASON:
-            raise ProtocolError(f"commit of step {step}: got a reason of {len(dropped)} characters, expected at most {MAX_REASON}")
         if step <= self._leases.last_commit:
             return
         phase = self._leases.phase(step)

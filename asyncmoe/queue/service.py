@@ -14,15 +14,14 @@ class QueueService:
     """Answers every `QueueRequest` from one start of the trainer.
 
     Args:
-        run: name of the run, sent to the trainer.
         config_digest: `Config.digest` that all ranks must have; a rank with a different digest is refused.
 
     Attributes:
         left: whether every rank has sent `Goodbye`.
     """
 
-    def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
-        self._queue, self._run, self._digest = queue, run, config_digest
+    def __init__(self, queue: BoundedQueue, *, config_digest: str) -> None:
+        self._queue, self._digest = queue, config_digest
         self._world: int | None = None
         self._finished: dict[int, bool] = {}
         self.left = False
@@ -54,7 +53,7 @@ class QueueService:
         if hello.step != trained:
             counts = f"rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}"
             raise ProtocolError(f"hello: {counts}; restart the controller and the trainer")
-        return Welcome(self._run, self._queue.version)
+        return Welcome(self._queue.version)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:

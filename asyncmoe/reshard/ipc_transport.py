@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
+from asyncmoe.errors import TransferError, WaitTimeout
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.shm_transport import GONE, READY, RingEnd, RingLink, ShmTransport, used_slots
@@ -70,11 +70,9 @@ def open_ipc(end: TransportEnd) -> IpcTransport:
     """Open a rank's end of a channel between GPUs.
 
     Raises:
-        InvariantBroken: the end is not on a GPU.
         UserError: as `IpcTransport`.
     """
-    if end.device is None:
-        raise InvariantBroken("sync.transport ipc was chosen for weights in host memory")
+    assert end.device is not None  # as `asyncmoe.config.transports.transport_for` sees to
     return IpcTransport(end.rank, end.session, end.device, stream=end.stream, gpu=Gpu(end.device, end.relieve))
 
 

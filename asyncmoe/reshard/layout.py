@@ -130,44 +130,40 @@ class Block:
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
 
 
-class BlockStorages(Mapping[str, Storage]):
-    """The storages of blocks under their full names, built on first access."""
+class _OfBlocks:
+    """What blocks hold under full names, built on first access."""
 
     def __init__(self, blocks: tuple[Block, ...]) -> None:
         self.blocks = blocks
+
+    @cached_property
+    def _all(self) -> Any:
+        raise NotImplementedError
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._all[at]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+class BlockStorages(_OfBlocks, Mapping[str, Storage]):
+    """The storages of blocks."""
 
     @cached_property
     def _all(self) -> dict[str, Storage]:
         return {front + name: storage for b in self.blocks for _, front in b.prefixes for name, storage in b.storages.items()}
 
-    def __getitem__(self, name: str) -> Storage:
-        return self._all[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-
-class BlockPieces(Sequence[Piece]):
-    """The pieces of blocks under their full names, built on first access."""
-
-    def __init__(self, blocks: tuple[Block, ...]) -> None:
-        self.blocks = blocks
+class BlockPieces(_OfBlocks, Sequence[Piece]):
+    """The pieces of blocks."""
 
     @cached_property
     def _all(self) -> tuple[Piece, ...]:
         return tuple(_renamed(p, *prefixes) for block in self.blocks for prefixes in block.prefixes for p in block.pieces)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._all[at]
-
-    def __iter__(self) -> Iterator[Piece]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def __eq__(self, other: object) -> bool:
         return self._all == tuple(other) if isinstance(other, Sequence) else NotImplemented

@@ -13,8 +13,8 @@ from typing import Any
 from asyncmoe import models
 from asyncmoe.async_tasks import cancelled, first_of
 from asyncmoe.config import Config
+from asyncmoe.engines import probes
 from asyncmoe.engines.liveness import PAUSE_SHARE
-from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
@@ -33,6 +33,7 @@ from asyncmoe.rpc.messages import (
     Commit,
     Done,
     EngineOrder,
+    EngineRequest,
     Evaluated,
     Evaluations,
     FindWorker,
@@ -102,7 +103,7 @@ async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -
         if succession is not None:
             succession.close()
         recorder.close()
-        await run_log.close()
+        await asyncio.to_thread(run_log.queue_log.close)
 
 
 class Controller:
@@ -121,7 +122,7 @@ class Controller:
         self._pool = parts.pool_of(config, config.max_concurrent)
         untried = succession is None or not succession.before  # else the previous controller tried scorer and answers
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
-        self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
+        self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluations.write)
         driver = UpdateDriver(
             self._pool,
             config.sync.timeout_s,
@@ -159,7 +160,7 @@ class Controller:
             self._session.check(request)
         if isinstance(request, WeightsRequest):
             return await self._coordinator.handle(request, partial(self._check_turn, request))
-        if isinstance(request, MembershipRequest):
+        if isinstance(request, EngineRequest):
             return await self._lifecycle.membership.handle(request)
         if isinstance(request, WeightsLoaded):
             return await self._compare(request)
@@ -182,8 +183,11 @@ class Controller:
         return reply
 
     async def _compare(self, request: WeightsLoaded) -> Done:
-        prober, coordinator, probe = self._lifecycle.prober, self._coordinator, request.probe
-        await (coordinator.compare_loaded(request.checksums, request.kept) if probe is None else prober.require(probe))
+        if request.probe is None:
+            await self._coordinator.compare_loaded(request.checksums, request.kept)
+        else:
+            most = self._config.verify.anomalies.kl_engine.above
+            await probes.require(self._pool, request.probe, self._config.rollout.request_timeout_s, most)
         if request.first:
             for member in self._pool.present:
                 if member.compared:
@@ -340,7 +344,8 @@ class Controller:
 
     def _go_on(self, version: int) -> None:
         self._served.set()
-        self._evaluator.resume(version)
+        if not self._evaluator.known(version):  # the previous controller may have finished it
+            self._evaluator.published(version)
 
     def _unfinished(self) -> int:
         """Trajectories that must finish before a version lands: in one_step_off, where versions land between batches, all running ones."""

@@ -14,7 +14,6 @@ from asyncmoe.engines.liveness import Liveness
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.membership import LEFT, Membership
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.probes import Prober
 from asyncmoe.engines.succession import Succession
 from asyncmoe.engines.takeover import judge
 from asyncmoe.engines.types import EngineLost
@@ -29,7 +28,6 @@ class EngineLifecycle:
 
     Attributes:
         membership: answers the engines.
-        prober: compares engines with the trainer.
         taken: set once it is known which engines of the previous controller keep their weights; set from the beginning if the run had no
             previous controller.
 
@@ -44,7 +42,6 @@ class EngineLifecycle:
         self._section, self._pool, self._coordinator, self._succession = section, pool, coordinator, succession
         controller = "" if succession is None else succession.controller
         self.membership = Membership(config, pool, coordinator.updating, controller, self._returned)
-        self.prober = Prober(pool, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._lost: list[Member] = []
         if config.renews_engines:

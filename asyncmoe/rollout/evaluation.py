@@ -52,7 +52,6 @@ class Evaluator:
 
     Attributes:
         skipped: number of evaluations that were due while another was running.
-        count: number of sets, each of which gives one record per version.
 
     Args:
         workers: run and score the episodes, in the context that `stage_of` returns.
@@ -62,7 +61,7 @@ class Evaluator:
 
     def __init__(self, config: Config, workers: Workers, sets: Sequence[EvaluationQuestions], record: Callable[[Evaluation], None]) -> None:
         section = config.evaluation
-        self.skipped, self.count = 0, len(sets)
+        self.skipped = 0
         self._records = config.run.dir / EVALUATION
         self._first, self._last, self._every = config.warmup.steps, config.warmup.steps + config.run.steps, section.every
         self._pass_reward = section.pass_reward
@@ -84,14 +83,9 @@ class Evaluator:
         self._unfinished += 1
         self._due.put_nowait(version)
 
-    def resume(self, version: int) -> None:
-        """Report that every engine still serves `version` from the previous controller, which may have finished its evaluation."""
-        if not self.known(version):
-            self.published(version)
-
     def known(self, version: int) -> bool:
         """Return whether the evaluation of a version is on record."""
-        return sum(one.version == version for one in read_evaluations(self._records)) >= self.count
+        return sum(one.version == version for one in read_evaluations(self._records)) >= len(self._sets)
 
     async def run(self) -> None:
         """Evaluate due versions until cancelled.

@@ -44,20 +44,16 @@ class Workers(Protocol):
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of training. Raises TrajectoryRejected."""
-        ...
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises TrajectoryRejected."""
-        ...
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Return the group of these episodes, checked; `newest`: newest version that may have sampled a token. Raises
         TrajectoryRejected."""
-        ...
 
     def forget(self, groups: Sequence[int], episodes: Sequence[EpisodeId] = ()) -> None:
         """Forget groups that are over, dropped or restarted, and end these episodes of theirs."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from asyncmoe.queue.accounts import Accounts
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Span
 
 
 class Recorder:
-    """Writes rollout.jsonl, evaluation.jsonl and spans-controller.jsonl of `run_dir`."""
+    """Writes rollout.jsonl, evaluation.jsonl (`evaluations`) and spans-controller.jsonl of `run_dir`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._lines, self._spans = JsonLines(run_dir / ROLLOUT), JsonLines(run_dir / CONTROLLER_SPANS)
-        self._evaluations = JsonLines(run_dir / EVALUATION)
+        self.evaluations = JsonLines(run_dir / EVALUATION)
         self._generated: list[tuple[float, float, str]] = []
         self._until: defaultdict[str, float] = defaultdict(float)
         self._busy: defaultdict[str, float] = defaultdict(float)
@@ -32,10 +32,6 @@ class Recorder:
     def paused(self, engine: str, begin: float, end: float) -> None:
         """Record that `engine` was paused from `begin` to `end`, Unix seconds."""
         self._spans.write(Span(engine, "pause", begin, end))
-
-    def evaluated(self, found: Evaluation) -> None:
-        """Record a finished evaluation."""
-        self._evaluations.write(found)
 
     def write(
         self,
@@ -81,5 +77,5 @@ class Recorder:
         """Flush, and close all files."""
         self._merge()
         self._lines.close()
-        self._evaluations.close()
+        self.evaluations.close()
         self._spans.close()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,8 @@ from asyncmoe.trajectory import Recording
 log = logging.getLogger(__name__)
 Open = Callable[[str, int | None], Log]
 """(writer, bound on its bytes) -> its log, opened."""
+Measure = Callable[[Sequence[str]], Room]
+"""Writers of payloads -> the room of their logs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class WorkerLog:
     @classmethod
     def open(cls, section: LogSection, run_dir: Path, run: str, number: int, under_way: Mapping[int, int]) -> WorkerLog:
         """Open the logs of worker `number` of a run, and find the answers of groups in progress. Blocks. Raises as `FileLog`."""
-        opened = opener(section, run_dir, run)
+        opened, _ = backend(section, run_dir, run)
         with ExitStack() as held:
             payloads = opened(str(number), section.max_bytes)
             held.callback(payloads.close)
@@ -69,7 +72,8 @@ class RunLog:
     def __init__(self, config: Config, queue_log: QueueLog, run: str) -> None:
         self._config, self.queue_log, self._run = config, queue_log, run
         self._kept, self._told = Retention.of(config), False
-        self.room = measure(config.log, config.run.dir, run, [str(number + OWN) for number in range(config.rollout.workers)])
+        _, measure = backend(config.log, config.run.dir, run)
+        self.room = partial(measure, [str(number + OWN) for number in range(config.rollout.workers)])
 
     @classmethod
     def open(cls, config: Config, recording: Recording) -> RunLog:
@@ -86,7 +90,7 @@ class RunLog:
         known, now = belonging.read(run_dir), belonging_of(config, recording)
         if now != known:  # written first, so that no log is left without its run's record
             belonging.write(run_dir, now)
-        opened = opener(section, run_dir, now.run)
+        opened, _ = backend(section, run_dir, now.run)
         with ExitStack() as held:
             kept = QueueLog(opened(CONTROLLER, None), lambda: belonging.write(run_dir, msgspec.structs.replace(now, begun=True)))
             held.callback(kept.close)
@@ -180,31 +184,18 @@ class RunLog:
             await asyncio.to_thread(directories.begin_window, run_dir, begin)
         log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(self._kept.oldest(steps), begin))
 
-    async def close(self) -> None:
-        """Write pending records, and close the log."""
-        await asyncio.to_thread(self.queue_log.close)
 
-
-def opener(section: LogSection, run_dir: Path, run: str) -> Open:
-    """Return the function that opens a run's logs. Raises UserError if the Redis client is not installed."""
+def backend(section: LogSection, run_dir: Path, run: str) -> tuple[Open, Measure]:
+    """Return the functions that open a run's logs and measure their room. They raise as `FileLog` and `files.room`, or `RedisLog` and
+    `RedisServer.room`. Raises UserError if the Redis client is not installed."""
     if section.redis is None:
-        return lambda writer, most: FileLog(section.place(run_dir), run, writer, most)
+        folder = section.place(run_dir)
+        return lambda writer, most: FileLog(folder, run, writer, most), lambda writers: files.room(folder, writers)
     installed.need("redis", "log.redis")
     from asyncmoe.log import redis
 
-    url = section.redis
-    return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
-
-
-def measure(section: LogSection, run_dir: Path, run: str, writers: Sequence[str]) -> Callable[[], Room]:
-    """Return the function that measures the room of a run's logs. `writers`: those that write payloads. The function raises as
-    `files.room` and `RedisServer.room`."""
-    if section.redis is None:
-        return lambda: files.room(section.place(run_dir), writers)
-    from asyncmoe.log import redis
-
     server = redis.RedisServer(section.redis)
-    return lambda: server.room(run, writers)
+    return lambda writer, most: redis.RedisLog(server, run, writer, most), lambda writers: server.room(run, writers)
 
 
 def belonging_of(config: Config, recording: Recording) -> Belonging:

@@ -8,10 +8,11 @@ from itertools import accumulate, groupby
 import msgspec
 import numpy as np
 
-from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
+from asyncmoe.rpc.codec import parsed
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice
 from asyncmoe.telemetry.samples.records import Role, SampledMember, Stretch
@@ -78,10 +79,7 @@ _decode = msgspec.msgpack.Decoder(SampledEpisode).decode
 
 def from_bytes(sent: bytes) -> SampledEpisode:
     """Decode the records of another process. Raises ProtocolError."""
-    try:
-        return _decode(sent)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"malformed sampled episode: {error}") from error
+    return parsed(lambda: _decode(sent), "sampled episode")
 
 
 def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str) -> SampledPath:

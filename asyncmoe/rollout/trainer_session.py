@@ -124,7 +124,7 @@ class TrainerSession:
             resumed=resumed,
             queued=queued,
         )
-        service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
+        service = QueueService(queue, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
         self.samples = samples_of(config, Pieces(self._tokenizer), hello.step)
@@ -148,7 +148,7 @@ class TrainerSession:
         self._pool.lineage = self._run_log.reopen(queue, hello.step, hello.same)
         went_back, self.went_back = self.went_back, asyncio.Event()
         went_back.set()
-        self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
+        self.service = QueueService(queue, config_digest=hello.config_digest)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
         if self.samples is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 import time
 from collections.abc import Sequence
@@ -101,12 +100,6 @@ class Client:
             other.close()
         self._connection.close()
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
     """Return the reply of a message and the frames that follow it, read-only views of the received data.
@@ -126,8 +119,8 @@ def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
 def rebuild(refused: Refused) -> AsyncmoeError:
     """Rebuild the controller's error from its class name and text, with exactly the same message.
 
-    Of a `UserError` only the message crosses the wire; `what` contains all of it. A class that is not in `asyncmoe.errors` becomes a
-    `ProtocolError` that names the class.
+    Of a `UserError` or `WaitTimeout` only the message crosses the wire; `what` contains all of it. A class that is not in `asyncmoe.errors`
+    becomes a `ProtocolError` that names the class.
     """
     kind = getattr(errors, refused.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, AsyncmoeError)):
@@ -139,7 +132,5 @@ def rebuild(refused: Refused) -> AsyncmoeError:
     elif isinstance(error, TrajectoryRejected):
         error.reason = refused.text.partition(": ")[0]
     elif isinstance(error, WaitTimeout):
-        parsed = re.fullmatch(r"waited ([\d.]+) s for (.*?): (.*)", refused.text, re.DOTALL)
-        error.seconds = float(parsed[1]) if parsed else math.nan
-        error.whom, error.what = (parsed[2], parsed[3]) if parsed else ("", refused.text)
+        error.whom, error.what, error.seconds = "", refused.text, math.nan
     return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from asyncmoe.rpc.messages import Reply, Request
 MAX_FRAME_BYTES = 64 << 20
 """Largest frame that either side accepts; libzmq disconnects a peer that sends more. A trajectory of 2^20 tokens has 4 MiB frames."""
 
-M = TypeVar("M")
+T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -34,17 +35,18 @@ def encode(message: Message) -> bytes:
 
 def decode_request(payload: bytes | memoryview) -> Request:
     """Decode a request. Raises ProtocolError unless `payload` is exactly one well-formed request."""
-    return _decode(payload, _requests)
+    return parsed(lambda: _requests.decode(payload), "message")
 
 
 def decode_reply(payload: bytes | memoryview) -> Reply:
     """Decode a reply. Raises ProtocolError unless `payload` is exactly one well-formed reply."""
-    return _decode(payload, _replies)
+    return parsed(lambda: _replies.decode(payload), "message")
 
 
-def _decode(payload: bytes | memoryview, decoder: msgspec.msgpack.Decoder[M]) -> M:
+def parsed(decode: Callable[[], T], what: str) -> T:
+    """Decode what another process has sent. `what`: its name in errors. Raises ProtocolError unless it is well-formed."""
     # msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own error class.
     try:
-        return decoder.decode(payload)
+        return decode()
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"malformed message: {error}") from error
+        raise ProtocolError(f"malformed {what}: {error}") from error

@@ -62,7 +62,7 @@ class Lease(TrainerMessage, frozen=True):
 
     step: Count
     phase: Phase
-    count: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
     version: Count
     """The trainer's current version; the consumption rule measures age from it."""
     wait_s: Wait
@@ -79,7 +79,7 @@ class Commit(TrainerMessage, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: Count
-    dropped: str = ""
+    dropped: Annotated[str, msgspec.Meta(max_length=100)] = ""
     """Why the trainer left the whole batch untrained; the batch counts as dropped under this reason."""
 
 
@@ -249,7 +249,6 @@ class EngineLeave(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Reply to `Hello`."""
 
-    run: str
     version: Count = 0
     """Version that the engines serve. It exceeds the trainer's step if a lost trainer had got further than its checkpoint."""
 
@@ -278,7 +277,7 @@ class Evaluated(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """Reply to `WorkerFetch`; `frames_in(len(keys))` frames follow, in the order of its keys."""
+    """Reply to `WorkerFetch`; `frames_in(len(places))` frames follow, in the order of its places."""
 
 
 class WorkerFound(Message, frozen=True):
@@ -335,7 +334,6 @@ class EngineOrder(Message, frozen=True):
 class Committed(Message, frozen=True):
     """Reply to `WeightsCommit`."""
 
-    version: int
     pause_ms: tuple[float, ...]
     """Pause of each engine."""
 

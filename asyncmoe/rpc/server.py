@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import zmq
@@ -29,7 +30,6 @@ from asyncmoe.rpc import local
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
 from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.scratch import Scratch
 from asyncmoe.trajectory import Buffer
 
 Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
@@ -55,8 +55,7 @@ class Server:
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
         self._encoded: tuple[Reply, bytes] | None = None
-        self._local: Scratch | None = None
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._started = ExitStack()
 
     async def start(self) -> Rendezvous:
         """Bind, and return the rendezvous for `asyncmoe.rpc.keys.write`, which passes it to clients. No request is answered before `serve`.
@@ -64,17 +63,19 @@ class Server:
         Raises:
             UserError: the port is in use, or the address does not belong to this machine.
         """
-        self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.start()
+        authenticator = AsyncioAuthenticator(self._context)
+        authenticator.start()
+        self._started.callback(authenticator.stop)
         (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
         local_secret = secrets.token_urlsafe(32)
-        self._authenticator.configure_curve_callback("*", SimpleNamespace(callback=lambda domain, key: key == client_public))
-        self._authenticator.configure_plain("*", {local.USER: local_secret})
+        authenticator.configure_curve_callback("*", SimpleNamespace(callback=lambda domain, key: key == client_public))
+        authenticator.configure_plain("*", {local.USER: local_secret})
         remote_address = "" if self._here_only else self._listen(server_secret)
         here = self._router()
         here.plain_server = True
-        self._local = local.make()
-        here_address = local.address(self._local.path)
+        scratch = local.make()
+        self._started.callback(scratch.remove)
+        here_address = local.address(scratch.path)
         here.bind(here_address)
         return Rendezvous(
             address=remote_address or here_address,
@@ -84,7 +85,7 @@ class Server:
             host=socket.gethostname(),
             pid=os.getpid(),
             started=time.time(),
-            local_dir=str(self._local.path),
+            local_dir=str(scratch.path),
             local_secret=local_secret,
         )
 
@@ -117,15 +118,10 @@ class Server:
 
     async def close(self) -> None:
         """Close the sockets. Replies already queued have one second to leave."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
+        self._started.close()
         while self._sockets:
             self._sockets.pop().close(_LINGER_MS)
         await asyncio.to_thread(self._context.term)
-        if self._local is not None:
-            self._local.remove()
-            self._local = None
 
     async def __aenter__(self) -> Server:
         return self

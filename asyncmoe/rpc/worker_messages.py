@@ -133,9 +133,8 @@ class WorkerAsk(Message, frozen=True):
 class WorkerFetch(Message, frozen=True):
     """Request trajectories that the worker has, or that it can read from the log."""
 
-    keys: tuple[str, ...]
-    places: tuple[Place, ...]
-    """The place of each trajectory's group in the log."""
+    places: dict[str, Place]
+    """By the trajectory's key, the place of its group in the log."""
     layers: tuple[Count, ...] | None = None
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True

@@ -124,7 +124,7 @@ class Learner:
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width, recorded)
         layers = () if self._replay is None else self._replay.layers
         with mark("fetch"):
-            wanted = batch_client.shares(updates, self._mesh)
+            wanted = sorted(i for update in updates for i in update.schedule.indices(self._mesh.dp_rank))
             return updates, batch_client.fetch(self._fetch, self._mesh, leased, wanted, layers, self._mesh.last_stage)
 
     def _reinforce(

@@ -4,7 +4,6 @@ adapters merged into the weights, or in another form (see `export`)."""
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.checkpoints import intact  # noqa: E402
 from asyncmoe.checkpoints.manifest import MANIFEST  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
-from asyncmoe.errors import StorageError  # noqa: E402
 from asyncmoe.models import shape_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import Adapter  # noqa: E402
@@ -29,7 +27,7 @@ from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
 from asyncmoe.weights.sender.gather import Gatherer, tensors_in  # noqa: E402
-from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf  # noqa: E402
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf  # noqa: E402
 
 
 def export(config: Config, step: int, out: Path, form: str = "weights", dtype: str = "") -> None:
@@ -41,7 +39,7 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
         dtype: dtype of the weights; "": the trainer's.
 
     Raises:
-        DataError: the checkpoint is damaged.
+        DataError: the checkpoint is damaged, or `out` exists.
         UserError: PEFT's format cannot express the adapter.
         StorageError: the export could not be written.
     """
@@ -59,12 +57,7 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
         if place.rank == 0 and lost > 0.01:
             print(f"{WARNING}merging rounds away {lost:.0%} of the adapter; --dtype float32 keeps all of it, so does --adapter", flush=True)
     gatherer = Gatherer(built, SHARD_BYTES, config.trainer.timeout_s, adapter=form == "adapter", quantised=form == "float8")
-    try:
-        with storage.writing("exported model", out):
-            (write_adapter if form == "adapter" else write_hf)(built, config.model.path, out, gatherer)
-    except StorageError:
-        shutil.rmtree(unfinished(out), ignore_errors=True)
-        raise
+    (write_adapter if form == "adapter" else write_hf)(built, config.model.path, out, gatherer)
     mesh.stop()
 
 
@@ -76,6 +69,7 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
         gatherer: gathers the adapter.
 
     Raises:
+        DataError, StorageError: see `storage.new_directory`.
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.
     """
     assert built.adapter is not None
@@ -88,11 +82,9 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
     if built.mesh.rank:
         return
     whole = Adapter(kind, str(built.dtype).removeprefix("torch."), halves)
-    writing = unfinished(out)
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    peft.write(writing, peft.to_peft(shape, whole, str(origin)))
-    writing.rename(out)
+    what = "exported model"
+    with storage.new_directory(what, out) as folder, storage.writing(what, out):
+        peft.write(folder, peft.to_peft(shape, whole, str(origin)))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -4,17 +4,15 @@ Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/trajectory packs rout
 """
 
 from asyncmoe.trajectory.codec import decode, encode, frames_in, part
-from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
+from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks
 from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes, expect_valid
-from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, TOP, Recording, Trajectory
+from asyncmoe.trajectory.trajectory import NOT_SAMPLED, NOTHING, TOP, Recording, Trajectory
 from asyncmoe.trajectory.validation import validate
 
 __all__ = [
-    "ARRAYS",
     "NOTHING",
     "NOT_SAMPLED",
-    "OPTIONAL",
     "TOP",
     "Buffer",
     "EncodedMasks",
@@ -32,6 +30,5 @@ __all__ = [
     "expect_valid",
     "frames_in",
     "part",
-    "token_outside",
     "validate",
 ]

@@ -78,24 +78,14 @@ _PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("array
 def encode(trajectory: Trajectory) -> list[Buffer]:
     """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then `top`, routes and masks. Copies no contiguous array.
 
-    Raises:
-        ProtocolError: the dtype or length of an array differs from `Trajectory`'s, or `top`, routes or masks have a wrong number of tokens;
-            no decoder would accept it.
+    Args:
+        trajectory: one that `asyncmoe.trajectory.validate` accepts.
     """
     dtypes = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if getattr(trajectory, n) is not None}
     arrays = {n: np.ascontiguousarray(getattr(trajectory, n)) for n in dtypes}
-    for n, a in arrays.items():
-        if a.dtype != dtypes[n] or a.shape != (len(trajectory),) or not len(a):
-            raise ProtocolError(
-                f"trajectory {trajectory.key} {n}: got {a.dtype}{a.shape}, expected {dtypes[n]}({len(trajectory)},) and at least one token"
-            )
     r, m, t = trajectory.routes, trajectory.masks, trajectory.top
     data: Buffer = b"" if t is None else np.ascontiguousarray(t).reshape(-1).view(np.uint8).data
     top = None if t is None else _TopSpec(t.shape[0], t.shape[1], crc32c(data))
-    sampled = int(trajectory.loss_mask.sum())
-    for name, part, rows in (("routes", r, len(trajectory) - 1), ("masks", m, len(trajectory)), ("top", top, sampled)):
-        if part is not None and part.rows != rows:
-            raise ProtocolError(f"trajectory {trajectory.key} {name}: got {part.rows} rows, expected {rows}")
     digest = 0
     for a in arrays.values():
         digest = crc32c(a.data.cast("B"), digest)
@@ -214,7 +204,7 @@ def _read_routes(header: _Header, frame: memoryview) -> Routes | None:
         return None
     if spec.rows != expected:
         raise ProtocolError(f"trajectory {header.key}: got routes of {spec.rows} tokens, expected {expected}")
-    routes = Routes(spec.rows, spec.layers, spec.top_k, spec.experts, spec.digests, frame.toreadonly())
+    routes = Routes(**msgspec.structs.asdict(spec), planes=frame.toreadonly())
     check_routes(routes, header.key)
     return routes
 
@@ -226,7 +216,7 @@ def _read_masks(header: _Header, frame: memoryview) -> EncodedMasks | None:
         return None
     if spec.rows != expected:
         raise ProtocolError(f"trajectory {header.key}: got masks of {spec.rows} tokens, expected {expected}")
-    masks = EncodedMasks(spec.rows, spec.ids, spec.vocabulary, spec.digest, frame.toreadonly())
+    masks = EncodedMasks(**msgspec.structs.asdict(spec), data=frame.toreadonly())
     check_masks(masks, header.key)
     return masks
 

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 
 from asyncmoe.errors import ProtocolError
@@ -19,17 +18,6 @@ from asyncmoe.trajectory.routes import MAX_LAYERS, Routes, Routing, decode_route
 
 MAGIC = b"amr1"
 _HEADER = struct.Struct("<4s4I")
-
-
-def as_text(routing: Routing) -> str:
-    """Return the text that `routing_in` reads."""
-    return msgspec.json.encode(routing).decode()
-
-
-def routing_in(text: str) -> Routing:
-    """Read the routing that `as_text` wrote."""
-    routing: Routing = msgspec.json.decode(text, type=Routing)
-    return routing
 
 
 def to_bytes(routes: Routes) -> bytes:
@@ -50,7 +38,7 @@ def from_bytes(data: Buffer, key: str) -> Routes:
         raise ProtocolError(f"routes of {key}: got {len(view)} bytes, expected at least {_HEADER.size}")
     magic, rows, top_k, experts, count = _HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise ProtocolError(f"routes of {key}: got {magic!r} at the beginning, expected {MAGIC!r}")
+        raise ProtocolError(f"routes of {key}: got {bytes(view[:200])!r}, expected {MAGIC!r} at the beginning")
     begin = _HEADER.size + 8 * count
     if count > MAX_LAYERS or len(view) < begin:
         expected = f"at least {begin} bytes, and at most {MAX_LAYERS} layers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Generation, Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import ATTENTION, DTYPES, Adapter, Experts, Kind, pairs, served_config, served_shapes
+from asyncmoe.models.lora.adapter import ATTENTION, DTYPES, Adapter, Experts, Kind, pairs, served_config, served_targets
 from asyncmoe.models.shape import Shape
 from tests.engine.conftest import running, settings
 from tests.engine.oracle import Merged
@@ -44,19 +44,20 @@ class Rig:
         return Kind(targets, rank, 8.0, self.experts)
 
     def write(self, folder: Path, adapter: Adapter) -> Path:
-        """Return it in the form that engines load; targets that the adapter lacks are zero."""
+        """Return it in the form that engines load: tensors of all experts stacked; targets that the adapter lacks are zero."""
         folder.mkdir()
-        found = {name: np.zeros(size, DTYPES[adapter.dtype]) for name, size in served_shapes(self.m, adapter.kind).items()}
-        for pair in pairs(self.m, adapter.kind):
+        kind, stacks = adapter.kind, dict[str, dict[str, np.ndarray]]()
+        for pair in pairs(self.m, dataclasses.replace(kind, targets=served_targets(kind))):
             front = f"base_model.model.model.layers.{pair.layer}.{'self_attn' if pair.target in ATTENTION else 'mlp.experts'}"
-            for side, name in (("A", pair.a), ("B", pair.b)):
-                stack = found[f"{front}.{pair.target}.lora_{side}.weight"]
-                stack[... if pair.expert is None else min(pair.expert, len(stack) - 1)] = adapter.values[name]
+            for side, name, size in (("A", pair.a, (kind.rank, pair.inputs)), ("B", pair.b, (pair.outputs, kind.rank))):
+                value = adapter.values.get(name, np.zeros(size, DTYPES[adapter.dtype]))
+                stacks.setdefault(f"{front}.{pair.target}.lora_{side}.weight", {})[name] = value
+        found = {name: np.stack([*stack.values()]) if ".experts." in name else stack.popitem()[1] for name, stack in stacks.items()}
         peft.write(folder, peft.Files(served_config(adapter.kind), adapter.dtype, found))
         return folder
 
     async def unload(self, name: str) -> None:
-        await self.engine.client._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, 60.0)
+        await self.engine.client._send("/unload_lora_adapter", {"lora_name": name})
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
         return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -253,7 +254,7 @@ def works(attacked: Attacked) -> None:
         attacked.check()
         assert time.monotonic() < until, "the run did not end"
         time.sleep(0.05)
-    with Client(attacked.rendezvous(), "trainer.0") as client:
+    with closing(Client(attacked.rendezvous(), "trainer.0")) as client:
         welcome, _ = client.ask(messages.Hello(0, 1, digest, 0), 30.0)
         assert isinstance(welcome, messages.Welcome)
         leased, _ = client.ask(messages.Lease(0, "warmup", 4, 0, 20.0), 30.0)

@@ -50,7 +50,7 @@ class Controller:
         self.asked += 1
         if self.gone:
             raise WaitTimeout("rollout worker 1", "an answer", timeout_s)
-        return Fetched(), [frame for key in request.keys for frame in encode(self.batch[key])]
+        return Fetched(), [frame for key in request.places for frame in encode(self.batch[key])]
 
     def lease(self, routing: Any, logprob: float, replayed: bool = False) -> Leased:
         """A batch of two groups of two, of the trainer's version, whose tokens the engine gave this log-probability."""

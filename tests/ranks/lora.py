@@ -17,8 +17,10 @@ import torch.distributed as dist
 from asyncmoe.config import Config
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import MegatronParallel, family_of
+from asyncmoe.models.lora.adapter import halves as halves_of
 from asyncmoe.models.lora.adapter import kind_of
-from asyncmoe.models.lora.halves import layer_halves
+from asyncmoe.models.lora.halves import canonical_layout, layer_halves, rank_layout
+from asyncmoe.reshard import LocalTransport, exchange, plan
 from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach, canonical, values
 from asyncmoe.trainer.model import gpt as model
@@ -58,9 +60,15 @@ class Job(parity.Job):
         return list(self.oracle["steps"])
 
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of whole halves."""
+        """This rank's part of whole halves, by the layouts that adapters are sent with."""
         shape = family_of(built.hf).shape_of(built.hf)
-        return canonical.local(shape, kind_of(self.section, shape), built.parallel, self.mesh.rank, halves, torch.float32)
+        kind = kind_of(self.section, shape)
+        here = rank_layout(shape, kind, built.parallel, self.mesh.rank, "float32").at(0)
+        steps = plan(halves_of(shape, kind), [canonical_layout(shape, kind, "float32")], [here])
+        whole = {name: halves[name].detach().float().contiguous() for name in steps.sources.get(0, {})}
+        made = {name: torch.empty(storage.shape) for name, storage in here.storages.items()}
+        exchange(steps, LocalTransport(), whole, made)
+        return made
 
 
 def job_of(path: Path, run: Path, layout: str, **trainer: Any) -> parity.Job:

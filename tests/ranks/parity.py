@@ -30,7 +30,7 @@ from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.data.credit import token_advantages
+from asyncmoe.trainer.data.credit import outcome_advantages, token_advantages
 from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
@@ -270,7 +270,8 @@ def credited(job: Job) -> dict[str, Any]:
     section = ObjectiveSection.model_validate({**case.OBJECTIVE, **case.CREDIT})
     known = case.trajectories(job.reference["behaviour"])
     mine = {i: known[i] for i in job.schedule.indices(job.mesh.dp_rank)}
-    advantages = token_advantages([describe(t) for t in known.values()], mine, section)
+    items = [describe(t) for t in known.values()]
+    advantages = token_advantages(items, mine, section, outcome_advantages(items, section)[0], {})
     batches = job.microbatches("sequence_mean", proximal=True, advantages=advantages)
     made = step.train_step(built, adam, batches, policy_loss(job.mesh, section), lr=0.0)
     return {

@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,7 +118,7 @@ def main(file: str) -> list[dict[str, Any]]:
         config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **case.settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
-        with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
+        with closing(Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}")) as client:
             sender = publisher(config, built, client, ExpectedChecksums(config, built))
             for path, version in several:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))

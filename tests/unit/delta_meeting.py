@@ -112,7 +112,7 @@ class Rig:
             return messages.Done(), ()
         self.before_commit()
         self.commit(request.version, request.update)
-        return messages.Committed(request.version, (1.0,) * len(self.terms.engines)), ()
+        return messages.Committed((1.0,) * len(self.terms.engines)), ()
 
     def commit(self, version: int, update: int) -> None:
         for model in self.workers.values():

@@ -16,6 +16,7 @@ from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
+from tests.unit.generations import generation_of
 
 
 class FakeEngine:
@@ -30,7 +31,7 @@ class FakeEngine:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.version, self.partial = name, 0, False
+        self.name, self.url, self.key, self.version, self.partial = name, f"at {name}", "", 0, False
         self.paused, self.updating, self.dead, self.hangs = False, False, False, False
         self.failures: deque[type[EngineError] | None] = deque()
         self.wrong: list[str] = []
@@ -74,11 +75,11 @@ class FakeEngine:
                     listener.hear([len(tokens) + len(versions) - 1])
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else types.ABORTED
-        return types.Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+        return generation_of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> types.PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
         await self._called()
-        return types.PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
+        return (0.0, *(-float(token) for token in tokens[1:]))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[types.ParsedCall, ...]:
         await self._called()

@@ -39,8 +39,8 @@ async def train(life: Life, step: int, trained: Trained, skipped: str = "") -> N
         made = [replace(trajectory(4, group)[0], key=f"g{group}.e{e}", group=group, episode=e) for e in range(SIZE)]
         await life.put([replace(one, versions=one.versions.clip(max=step)) for one in made])
     leased = await life.lease(step)
-    asked = [item.key for item in leased.items], [item.place for item in leased.items if item.place is not None]
-    trained[step] = leased, [bytes(frame) for part in PARTS for frame in await life.log.worker.fetch(*asked, *part)]
+    asked = {item.key: item.place for item in leased.items if item.place is not None}
+    trained[step] = leased, [bytes(frame) for part in PARTS for frame in await life.log.worker.fetch(asked, *part)]
     life.queue.commit(step, skipped)
     life.queue.set_version(step + 1)
 

@@ -148,8 +148,8 @@ class Life:
 
     async def fetched(self, leased: Leased) -> bytes:
         """Return the frames of a batch, as the worker of this life sends them: it holds them, or reads them from the log."""
-        places = [item.place for item in leased.items if item.place is not None]
-        return b"".join(map(bytes, await self.log.worker.fetch([item.key for item in leased.items], places)))
+        places = {item.key: item.place for item in leased.items if item.place is not None}
+        return b"".join(map(bytes, await self.log.worker.fetch(places)))
 
     async def train(self, step: int, dropped: str = "") -> Leased:
         """Fill, lease and commit a step, and publish its version."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
+from asyncmoe.engines.types import Listener, Sampling, VersionSpan
 from asyncmoe.models import make
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit.generations import generation_of
 
 IM_START, IM_END, EOS = make.SPECIALS.index("<|im_start|>"), make.SPECIALS.index("<|im_end|>"), make.SPECIALS.index("<eos>")
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=100, stop=(EOS, IM_END), top_p=0.9)
@@ -58,7 +59,7 @@ class Policy:
                 raise
         self.asked.append((agent.name, given, said))
         finish = "stop" if said[-1] in sampling.stop or kept is not None else "length"
-        return [Turn(given, Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
+        return [Turn(given, generation_of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
 
     def episode(self, known: Tokenizer, bounds: Bounds | None = None, sampling: Sampling = SAMPLING) -> Episode:
         """One that it plays in."""

@@ -17,7 +17,7 @@ import yaml
 from asyncmoe.config import Config
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.types import Sampling, VersionSpan
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.platform import collectives
 from asyncmoe.queue.group_buffer import describe
@@ -40,6 +40,7 @@ from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import Trajectory
 from tests.configs import minimal
 from tests.unit import openai_policy
+from tests.unit.generations import generation_of
 
 SIZE, GROUPS = 2, 4
 
@@ -62,7 +63,7 @@ class Scripted:
         half = len(said) // 2
         logprobs = tuple(-0.01 * (i + 1) for i in range(len(said)))
         spans = tuple(span for span in (VersionSpan("3", 0, half), VersionSpan("4", half, len(said))) if span.end > span.start)
-        return PooledGeneration(Generation.of(said, logprobs, spans, "stop", 0), 3)
+        return PooledGeneration(generation_of(said, logprobs, spans, "stop", 0), 3)
 
 
 class Told(dict[EpisodeId, SampledEpisode]):

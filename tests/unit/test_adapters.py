@@ -58,30 +58,6 @@ def test_names_and_shapes_of_a_layer() -> None:
     }
 
 
-def test_names_and_shapes_of_what_engines_load() -> None:
-    """Of a layer without experts, and of one with experts, some of them shared; targets that are served with others, too."""
-    m = shape(layers=2, experts=2, hidden=8, width=6, dense=frozenset({0}), shared=12)
-    expected = {
-        "0.self_attn.o_proj": ((3, 16), (8, 3)),
-        "0.mlp.gate_proj": ((3, 8), (10, 3)),
-        "0.mlp.up_proj": ((3, 8), (10, 3)),
-        "0.mlp.down_proj": ((3, 10), (8, 3)),
-        "1.self_attn.o_proj": ((3, 16), (8, 3)),
-        "1.mlp.shared_experts.gate_proj": ((3, 8), (12, 3)),
-        "1.mlp.shared_experts.up_proj": ((3, 8), (12, 3)),
-        "1.mlp.shared_experts.down_proj": ((3, 12), (8, 3)),
-        "1.mlp.experts.gate_proj": ((1, 3, 8), (2, 6, 3)),
-        "1.mlp.experts.up_proj": ((1, 3, 8), (2, 6, 3)),
-        "1.mlp.experts.down_proj": ((2, 3, 6), (1, 8, 3)),
-    }
-    found = adapters.served_shapes(m, Kind(("o_proj", "up_proj"), 3, 6.0, "shared_outer"))
-    front = "base_model.model.model.layers"
-    pairs = {f"{front}.{name}.lora_{side}.weight": size for name, both in expected.items() for side, size in zip("AB", both, strict=True)}
-    assert found == pairs
-    alone = adapters.served_shapes(m, Kind(("down_proj",), 3, 6.0))
-    assert alone[f"{front}.1.mlp.experts.down_proj.lora_B.weight"] == (2, 8, 3)
-
-
 def test_a_stack_is_never_given_in_part() -> None:
     assert adapters.served_targets(Kind(("v_proj",), 1, 1.0)) == ("q_proj", "k_proj", "v_proj")
     assert adapters.served_targets(Kind(("o_proj",), 1, 1.0)) == ("o_proj",)

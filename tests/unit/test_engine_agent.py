@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -61,7 +62,7 @@ def joined(
 
     async def run() -> tuple[list[int], Pool, EngineError | None]:
         pool = Pool([], 8, 5.0, lambda *_: None)
-        membership: Any = Membership(config, pool, lambda member: False)
+        membership: Any = Membership(config, pool, lambda member: False, "", AsyncMock())
         async with Server(membership.handle) as server:
             keys.write(tmp_path, await server.start())
             serving = asyncio.create_task(server.serve())

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -49,7 +50,7 @@ class Rig:
         """Start a controller that replaces the previous one."""
         await self.end_controller()
         self.pool = Pool([], 8, 5.0, lambda *_: None)
-        self.membership = Membership(self.config, self.pool, lambda member: False, "c")
+        self.membership = Membership(self.config, self.pool, lambda member: False, "c", AsyncMock())
         self._server = Server(self.membership.handle)  # type: ignore[arg-type]
         keys.write(self.config.run.dir, await self._server.start())
         self._work = [asyncio.create_task(self._server.serve()), asyncio.create_task(self.pool.watch())]

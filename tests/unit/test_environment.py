@@ -20,7 +20,7 @@ import torch
 from asyncmoe import plugins
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.types import Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import environments, episode
@@ -39,6 +39,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 from tests.configs import minimal
+from tests.unit.generations import generation_of
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
 
@@ -57,7 +58,7 @@ class Echo:
         await asyncio.sleep(0)
         said = tuple(tokens[-min(self.size, sampling.max_new_tokens) :])
         version = str(len(self.asked))
-        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(generation_of(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
 
 
 Run = Callable[[Episode], Awaitable[Any]]

@@ -14,7 +14,7 @@ import pytest
 
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, ParsedCall, Sampling, VersionSpan
+from asyncmoe.engines.types import ParsedCall, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.chat_template import CALL_ID
 from asyncmoe.rollout.episodes import episode
@@ -27,6 +27,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
 from tests.unit import openai_policy
+from tests.unit.generations import generation_of
 
 BOUNDS = Bounds(turns=4, tokens=512)
 
@@ -44,7 +45,7 @@ class Scripted:
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = self.lines.pop(0)
-        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
+        return PooledGeneration(generation_of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 
 
 def play(environment: WithTools, known: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None) -> Trajectory:

@@ -14,7 +14,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.scheduling import ScheduledRequest
-from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
+from asyncmoe.engines.types import Listener, Sampling, VersionSpan
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.episodes import episode
@@ -28,6 +28,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Recording
 from tests.configs import minimal
 from tests.unit.asynchronous import asynchronous
+from tests.unit.generations import generation_of
 
 WARMUP, STEPS = 10, 30
 
@@ -74,7 +75,7 @@ class Engines:
         left, right = self.asked[number].rstrip("=").split("+")
         said = (*self.tokenizer.encode(str(int(left) + int(right))), self.tokenizer.eos)
         return PooledGeneration(
-            Generation.of(said, (0.0,) * len(said), (VersionSpan(str(self.version), 0, len(said)),), "stop", 0), self.version
+            generation_of(said, (0.0,) * len(said), (VersionSpan(str(self.version), 0, len(said)),), "stop", 0), self.version
         )
 
 

@@ -24,8 +24,10 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, encode_routes, frames_in
+from asyncmoe.trajectory.sent_routes import to_bytes
 from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous
+from tests.unit.generations import generation_of
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -43,16 +45,6 @@ def routes(rows: int = len(PROMPT) + len(RESPONSE) - 1) -> np.ndarray:
     return distinct(np.random.default_rng(rows), rows, ROUTING.all_layers, ROUTING.top_k, ROUTING.experts)
 
 
-def plain(rows: np.ndarray) -> bytes:
-    return bytes(rows.astype("<i4").tobytes())
-
-
-def with_expert(expert: int) -> bytes:
-    rows = routes()
-    rows[4, 2, 0] = expert
-    return plain(rows)
-
-
 def answer(**changes: Any) -> Generation:
     """An engine's record of a response; valid unless changed."""
     right: dict[str, Any] = {
@@ -60,10 +52,10 @@ def answer(**changes: Any) -> Generation:
         "logprobs": (-0.5, -0.25, -1.0, -0.125),
         "spans": (VersionSpan("0", 0, len(RESPONSE)),),
         "finish": "stop",
-        "routes": plain(routes()),
+        "routes": to_bytes(encode_routes(routes(), ROUTING, "a response")),
         "masks": [[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
     }
-    return Generation.of(**(right | changes))
+    return generation_of(**(right | changes))
 
 
 def record(place: EpisodeId, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
@@ -72,9 +64,8 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "no_routes": {"routes": None},
-    "routes_out_of_range": {"routes": with_expert(8)},
-    "routes_repeated": {"routes": with_expert(int(routes()[4, 2, 1]))},
-    "routes_wrong_layers": {"routes": plain(routes()[:, 1:])},
+    "routes_malformed": {"routes": b"routes_repeated: a response: token 4, layer 2, choice 0"},
+    "routes_wrong_layers": {"routes": to_bytes(encode_routes(routes(), dataclasses.replace(ROUTING, layers=(0, 1, 2, 3)), "a response"))},
     "no_mask": {"masks": None},
     "mask_without_token": {"masks": [[7], [9], [], [2]]},
     "bad_mask": {"masks": [[7], [9], [11, VOCABULARY], [2]]},
@@ -87,7 +78,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 SHORT = encode_routes(routes(5), ROUTING, "routes of fewer tokens")
 SPOILT = [*((reason, changes, {}) for reason, changes in ANSWERS.items()), ("no_mask", {}, {"masks": None})]
-SPOILT += [("length_mismatch", {}, {"routes": SHORT})]
+SPOILT += [("length_mismatch", {}, {"routes": SHORT}), ("mask_without_token", {"masks": [[7], [9], [12], [2]]}, {})]
 
 
 @pytest.mark.parametrize(("reason", "of_answer", "of_record"), SPOILT)
@@ -109,7 +100,7 @@ async def test_groups_with_a_bad_answer_or_record_are_left_out_and_named(
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})
-        frames = await worker.fetch([item.key for item in leased.items], [Place(1, 0)] * BATCH)
+        frames = await worker.fetch({item.key: Place(1, 0) for item in leased.items})
         assert len(frames) == frames_in(BATCH)
         held.commit(step)
         held.set_version(step + 1)
@@ -126,7 +117,7 @@ async def test_groups_with_a_bad_answer_or_record_are_left_out_and_named(
 
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
     size = spans[-1][2]
-    made = Generation.of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
+    made = generation_of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
     return assemble([Turn((3, 4, 5), made, salt)], EpisodeId(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
 
 
@@ -158,7 +149,7 @@ async def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_want
     await worker.hold(held, 1)
 
     async def fetch(*how: Any) -> Trajectory:
-        return decode(list(await worker.fetch((BAD,), (Place(1, 0),), *how)))
+        return decode(list(await worker.fetch({BAD: Place(1, 0)}, *how)))
 
     first, last = await fetch((1, 2), False), await fetch((4,), True)
     assert (first.routes.layers, first.masks) == ((1, 2), None)

@@ -11,13 +11,14 @@ import pytest
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.scheduling import ScheduledRequest
-from asyncmoe.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
+from asyncmoe.engines.types import ABORTED, Listener, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from tests.configs import minimal
 from tests.families import ENGINE, sized
+from tests.unit.generations import generation_of
 
 
 class Scripted:
@@ -39,7 +40,7 @@ class Scripted:
         made = tuple(range(100 * version, 100 * version + count))
         if listener is not None:
             listener.hear(made)
-        return PooledGeneration(Generation.of(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
+        return PooledGeneration(generation_of(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
 
 
 def ask(pool: Any, how: Interruption, before: Sequence[Turn] = ()) -> list[Turn]:
@@ -71,7 +72,7 @@ def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
 
 
 def test_earlier_turns_are_part_of_the_prefix() -> None:
-    earlier = Turn((7, 8), Generation.of((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
+    earlier = Turn((7, 8), generation_of((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
     pool = Scripted((2, ABORTED), (8, "length"))
     ask(pool, "abort_resume", [earlier])
     assert pool.asked == [((7, 8, 9, 1, 2, 3), 10, 2), ((7, 8, 9, 1, 2, 3, 100, 101), 8, 7)]

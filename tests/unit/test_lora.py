@@ -112,7 +112,8 @@ def test_initial_values_are_cut_from_the_same_whole() -> None:
         assert {name: tuple(half.shape) for name, half in whole.items()} == halves(m, kind)
         for grid in grids():
             for layer, half in of_rank(m, kind, grid, grid.world - 1):
-                parts = [whole[f"layers.{layer}.{name}"][half.box] for name in half.canonical]
+                box = tuple(slice(start, start + extent) for start, extent in zip(half.box.start, half.box.extent, strict=True))
+                parts = [whole[f"layers.{layer}.{name}"][box] for name in half.canonical]
                 assert torch.equal(values.initial(half, layer, seed=3), torch.stack(parts) if half.experts is not None else parts[0])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.queue.group_buffer import describe
-from asyncmoe.trainer.data.credit import credit_figures, token_advantages
+from asyncmoe.trainer.data.credit import credit_figures, outcome_advantages, token_advantages
 from asyncmoe.trainer.objective import group_advantages
 from asyncmoe.trajectory import Trajectory
 from tests.unit.kept_trajectory import sampled
@@ -74,7 +74,7 @@ def test_token_advantages_are_their_formula_on_whatever_rank(
     batch = [made(i, one) for i, one in enumerate(drawn)]
     items = [describe(t) for t in batch]
     mine = data.draw(st.lists(st.integers(0, len(batch) - 1), unique=True))
-    got = token_advantages(items, {i: batch[i] for i in mine}, section)
+    got = token_advantages(items, {i: batch[i] for i in mine}, section, outcome_advantages(items, section)[0], {})
     roles = [t.group * 2 + t.agent for t in batch]
     outcome = group_advantages([t.reward for t in batch], roles, section.advantage, [int(t.loss_mask.sum()) for t in batch])
     assert sorted(got) == sorted(mine)
@@ -90,7 +90,8 @@ def test_equal_steps_tell_exactly_nothing(reward: float, counts: tuple[int, ...]
     tokens = [[(True, reward, -1.0, -1.0)] * n + [(True, None, -1.0, -1.0)] for n in counts]
     batch = [made(i, (0, 0, 1.0, one)) for i, one in enumerate(tokens)]
     section = ObjectiveSection.model_validate({"process": {"weight": 1.0}})
-    for advantages in token_advantages([describe(t) for t in batch], dict(enumerate(batch)), section).values():
+    items = [describe(t) for t in batch]
+    for advantages in token_advantages(items, dict(enumerate(batch)), section, outcome_advantages(items, section)[0], {}).values():
         assert not advantages.any()
 
 

@@ -42,8 +42,9 @@ def test_packed_routes_are_a_tensor_of_bytes(count: int) -> None:
         pytest.param(rows(5).long(), id="another type"),
     ],
 )
-def test_routes_that_do_not_fit_are_sent_as_they_are(routes: torch.Tensor) -> None:
-    assert packed(routes, ROUTING) is routes
+def test_routes_that_do_not_fit_are_refused_with_the_reason(routes: torch.Tensor) -> None:
+    with pytest.raises(ProtocolError, match=r"routes of t: got b.routes_"):
+        from_bytes(packed(routes, ROUTING).numpy().tobytes(), "t")
 
 
 def test_only_the_rank_that_answers_collects_and_packs() -> None:

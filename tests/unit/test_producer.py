@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.engines.types import Generation, VersionSpan
+from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
@@ -24,6 +24,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Trajectory
 from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous, until
+from tests.unit.generations import generation_of
 
 GROUP, BATCH = 4, 8
 Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
@@ -49,7 +50,7 @@ def alone(play: Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]) -> Callabl
 
 
 def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
-    generation = Generation.of((7, 2), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+    generation = generation_of((7, 2), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
     return assemble([Turn(prompt.tokens, generation, version)], place, Recording(), 1.0, {})
 
 

@@ -14,12 +14,13 @@ import pytest
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
+from asyncmoe.engines.types import ABORTED, Listener, Sampling, VersionSpan
 from asyncmoe.log.turns import EpisodeId, Turns
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from asyncmoe.trajectory import TOP
+from tests.unit.generations import generation_of
 from tests.unit.log_lives import Home
 from tests.unit.test_packed_answers import as_plain
 
@@ -47,7 +48,7 @@ class Scripted:
         if listener is not None:
             listener.hear(made)
         spans = (VersionSpan(str(len(self.asked)), 0, len(made)),)
-        answer = Generation.of(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]])
+        answer = generation_of(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]])
         return PooledGeneration(replace(answer, top=np.full((len(made), 2), (-0.5, 7), TOP)), len(self.asked))
 
 

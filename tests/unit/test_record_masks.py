@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kept_trajectory import masks_of
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
-from asyncmoe.trajectory.masks import _digest
+from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks
+from asyncmoe.trajectory.masks import _digest, token_outside
 from tests.unit.example_counts import examples
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -126,7 +127,7 @@ async def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it
 
 @clustered(workers=1, engines=1, seed=7)
 async def test_a_rank_lets_go_of_a_worker_that_was_replaced(cluster: Cluster) -> None:
-    with Client(cluster._rendezvous, "trainer.0") as client:
+    with closing(Client(cluster._rendezvous, "trainer.0")) as client:
         holder = cluster.fleet._workers[1].joined.rendezvous
         before = client.beside(holder, "rollout worker 1")
         assert client.beside(holder, "rollout worker 1") is before

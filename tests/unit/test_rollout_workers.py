@@ -199,7 +199,7 @@ async def test_demonstrations_outlive_the_worker_that_has_made_them(cluster: Clu
     assert [[item.key for item in group.items] for group in shown] == [["d3.a0"], ["d4.a0"]]
     for group in shown:
         assert group.place is not None
-        frames = await cluster.lent[1].worker._worker.fetch([group.items[0].key], [group.place])
+        frames = await cluster.lent[1].worker._worker.fetch({group.items[0].key: group.place})
         assert decode(frames).key == group.items[0].key
 
 

@@ -19,7 +19,7 @@ from asyncmoe.checkpoints import Retention, directories
 from asyncmoe.cli import app
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
-from asyncmoe.engines.types import Generation, VersionSpan
+from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
 from asyncmoe.log.room import Room
@@ -36,6 +36,7 @@ from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.configs import minimal
 from tests.unit.asynchronous import asynchronous
+from tests.unit.generations import generation_of
 from tests.unit.log_lives import Home, Life, live, settled
 from tests.unit.test_checkpoints import saved
 from tests.unit.test_producer import Numbers
@@ -94,7 +95,7 @@ class Case:
             if isinstance(result, Exception):
                 raise result
         kept.close()
-        await held.close()
+        held.queue_log.close()
 
     async def _episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
         if place.episode == 0:
@@ -107,7 +108,7 @@ class Case:
         if kind == 2 and place.episode == 0:
             raise TrajectoryRejected("scorer_nan", "no score")
         reward = 1.0 if kind == 3 else float(place.episode)
-        generation = Generation.of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+        generation = generation_of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
         return (assemble([Turn(prompt.tokens, generation, version)], place, Recording(), reward, {}),)
 
     async def _train(self, queue: BoundedQueue) -> None:
@@ -156,7 +157,7 @@ def begun(run_dir: Path, number: int = 0) -> None:
         held = opened(run_dir)
         await held.resume(0)
         held.queue_log.starts(Start(number))
-        await held.close()
+        held.queue_log.close()
 
     asyncio.run(body())
 
@@ -181,24 +182,20 @@ def test_a_log_belongs_to_what_its_groups_were_sampled_by(tmp_path: Path, key: s
     assert [name for name in before if before[name] != after[name]] == [key]
     assert run_log.identity(configured(tmp_path / "moved"), NOTHING) == before
     for one in ((config, NOTHING), (other, recording), (config, NOTHING)):
-        asyncio.run(RunLog.open(*one).close())  # no group has begun: it may belong to anything
+        RunLog.open(*one).queue_log.close()  # no group has begun: it may belong to anything
     begun(tmp_path / "run")
     with pytest.raises(DataError, match=f"^{key}: got {after[key]}, expected {before[key]}, as log .* has it; "):
         RunLog.open(other, recording)
     with pytest.raises(DataError, match=f"^{key}: got "):
         run_log.belonging_of(other, recording)  # without opening it
     shutil.rmtree(tmp_path / "run" / "log")
-    asyncio.run(RunLog.open(other, recording).close())  # it was deleted: all is sampled again
+    RunLog.open(other, recording).queue_log.close()  # it was deleted: all is sampled again
 
 
 def another_run(run: Path) -> None:
     begun(run.with_name("other"))
     shutil.rmtree(run / "log")
     shutil.copytree(run.with_name("other") / "log", run / "log")
-
-
-def as_before(run: Path) -> None:
-    (run / "journal.json").write_text('{"journal": "x", "begun": true}')
 
 
 def other_format(run: Path) -> None:
@@ -213,7 +210,6 @@ def other_format(run: Path) -> None:
     ("spoil", "what"),
     [
         (another_run, "^log .*log: got the log of another run"),
-        (as_before, r"^run\.dir: got .* with a journal"),
         (other_format, "another run or version"),
     ],
 )
@@ -231,13 +227,13 @@ def test_another_folder_for_a_log_that_is_there_is_refused(tmp_path: Path) -> No
         opened(tmp_path, folder=far)
     shutil.move(tmp_path / "log", far)
     for _ in range(2):
-        asyncio.run(opened(tmp_path, folder=far).close())
+        opened(tmp_path, folder=far).queue_log.close()
 
 
 def test_a_log_that_is_gone_says_what_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun(tmp_path)
     shutil.rmtree(tmp_path / "log")
-    asyncio.run(opened(tmp_path).close())
+    opened(tmp_path).queue_log.close()
     assert "is gone: what was queued or under way when the run stopped is sampled again" in caplog.text
 
 

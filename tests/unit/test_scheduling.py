@@ -19,6 +19,7 @@ from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, Ve
 from tests.unit.asynchronous import asynchronous, settle
 from tests.unit.example_counts import examples
 from tests.unit.fake_engine import FakeEngine, handles
+from tests.unit.generations import generation_of
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first", "probes_first"])
@@ -167,7 +168,7 @@ class Client(FakeEngine):
         if isinstance(answer, EngineLost):
             raise answer
         count, finish = answer
-        return Generation.of((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
+        return generation_of((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
 
 
 def made(count: int, limit: int = 64, **options: Any) -> tuple[Pool, list[Client]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.rollout.scoring import Sample, loading
-from asyncmoe.rollout.scoring.mathematics import check, score
+from asyncmoe.rollout.scoring.mathematics import reference, score
 from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks.jsonl import read
@@ -99,7 +99,7 @@ def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
 )
 def test_a_reference_beyond_the_bounds_is_refused(gold: str) -> None:
     with pytest.raises(ValueError, match="too long, too nested or too large"):
-        check(gold)
+        reference(gold)
 
 
 OPERATIONS = ["{}^{{{}}}", r"\frac{{{}}}{{{}}}", "({})!+{}", r"\binom{{{}}}{{{}}}", r"\sqrt[{}]{{{}}}"]

@@ -26,6 +26,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
 from tests.unit import openai_policy
 from tests.unit.example_counts import examples
+from tests.unit.generations import generation_of
 from tests.unit.openai_policy import Policy
 from tests.unit.test_interruption import Scripted
 
@@ -72,7 +73,7 @@ def test_stops_that_are_neither_are_refused_at_the_call(known: Tokenizer, stop: 
 
 def generation(routes: bytes | None = None) -> Generation:
     spans = (VersionSpan("3", 0, 2), VersionSpan("4", 2, 5))
-    return Generation.of((10, 11, 12, 13, 14), (-1.0, -2.0, -3.0, -4.0, -5.0), spans, ABORTED, 0, routes, [[n] for n in range(10, 15)])
+    return generation_of((10, 11, 12, 13, 14), (-1.0, -2.0, -3.0, -4.0, -5.0), spans, ABORTED, 0, routes, [[n] for n in range(10, 15)])
 
 
 def test_a_response_that_is_cut_is_one_that_ended_there() -> None:
@@ -126,7 +127,7 @@ def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = (
             for piece in pieces:
                 yield piece
 
-        async def _send(self, path: str, body: Any, seconds: float) -> bytes:
+        async def _send(self, path: str, body: Any, timeout_s: float | None = None) -> bytes:
             bodies.append(body)
             return b"{}"
 

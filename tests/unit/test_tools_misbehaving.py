@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.types import Sampling, VersionSpan
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes import episode
@@ -23,6 +23,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
 from benchmarks.unlogged import Unlogged
+from tests.unit.generations import generation_of
 from tests.unit.test_producer import BATCH, GROUP, produce
 from tests.unit.test_tools_sandbox import pytestmark as pytestmark
 
@@ -47,7 +48,7 @@ class Policy:
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         begins, text = len(tokens) == 1, self.known.decode(tokens)
         said = (*self.known.encode(self.first.pop(0) if begins else AGAIN if AGAIN in text else "42"), self.known.eos)
-        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
+        return PooledGeneration(generation_of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 
 
 def test_a_policy_that_misbehaves_loses_no_group(known: Tokenizer) -> None:

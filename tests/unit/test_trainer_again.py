@@ -147,7 +147,7 @@ async def controller(config: Config) -> AsyncIterator[Running]:
                 await serving
             finally:
                 await worker.kill()
-                await run_log.close()
+                run_log.queue_log.close()
                 await loaded.close()
 
 

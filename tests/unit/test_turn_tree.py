@@ -28,7 +28,7 @@ from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer.data import batch, trees
-from asyncmoe.trainer.data.credit import relatives, token_advantages
+from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trajectory import Trajectory, decode, encode, validate
@@ -171,7 +171,7 @@ def test_the_gradient_is_that_of_the_loss_over_all_leaves(
     weights = trees.token_weights(items, section.aggregation, 8)
     for mine in (range(0, len(every), 2), range(1, len(every), 2)):  # two ranks
         own, others = {i: every[i] for i in mine}, {i: every[i] for i in relatives(items, mine, section)}
-        advantages = token_advantages(items, own, section, None, others)
+        advantages = token_advantages(items, own, section, outcome_advantages(items, section)[0], others)
         made = batch.pack(own, list(mine), advantages=advantages, weights=weights, grid=BatchGrid(), packed=True)
         logprobs = torch.zeros(made.rows, dtype=torch.float64)
         for _, first, count in made.places:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc import server as rpc_server
 from asyncmoe.rpc.client import Client, rebuild
@@ -89,12 +91,12 @@ def test_a_slow_lease_holds_up_nobody() -> None:
     with (
         Running(handler) as to,
         ThreadPoolExecutor(1) as pool,
-        Client(to.rendezvous, "slow") as slow,
-        Client(to.rendezvous, "fast") as fast,
+        closing(Client(to.rendezvous, "slow")) as slow,
+        closing(Client(to.rendezvous, "fast")) as fast,
     ):
         leasing = pool.submit(slow.ask, LEASE, 20)
         for _ in range(20):
-            fast.ask(WorkerFetch((), ()), 20)
+            fast.ask(WorkerFetch({}), 20)
         assert not leasing.done()
         release.set()
         assert leasing.result(20)[0] == Leased(0, (), 0, {})
@@ -105,7 +107,7 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
         await asyncio.sleep(0.4 if request.step == 1 else 0)
         return Leased(request.step, (), 0, {})
 
-    with Running(handler) as running, Client(running.rendezvous, "t") as client:
+    with Running(handler) as running, closing(Client(running.rendezvous, "t")) as client:
         client.ask(Commit(0), 20)
         with pytest.raises(WaitTimeout, match=r"t sent Commit: no reply"):
             client.ask(Commit(1), 0.1)
@@ -132,15 +134,13 @@ def test_a_refusal_is_the_error_that_was_raised_and_the_server_goes_on(raised: E
             raise raised
         return Done()
 
-    with Running(handler) as running, Client(running.rendezvous, "t") as client:
+    with Running(handler) as running, closing(Client(running.rendezvous, "t")) as client:
         with pytest.raises(kind) as caught:
             client.ask(HELLO, 20)
         assert type(caught.value) is kind
         assert str(caught.value) == str(raised)
         if kind is TrajectoryRejected:
             assert caught.value.reason == "bad_reward"  # type: ignore[attr-defined]
-        if kind is WaitTimeout:
-            assert (caught.value.whom, caught.value.what, caught.value.seconds) == ("engine 0", "health", 3.0)  # type: ignore[attr-defined]
         assert client.ask(Commit(0), 20)[0] == Done()
 
 
@@ -163,7 +163,12 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
         await asyncio.sleep(60)
         return Done()
 
-    with Running(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "t") as client, Client(to.rendezvous, "u") as other:
+    with (
+        Running(handler) as to,
+        ThreadPoolExecutor(1) as pool,
+        closing(Client(to.rendezvous, "t")) as client,
+        closing(Client(to.rendezvous, "u")) as other,
+    ):
         waiting = pool.submit(other.ask, LEASE, 30)
         time.sleep(0.2)
         with pytest.raises(InvariantBroken):
@@ -204,15 +209,15 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
             assert number == frames[0]
             refused = codec.decode_reply(reply)
             assert refused.kind == "ProtocolError"
-        with Client(running.rendezvous, "t") as client:
+        with closing(Client(running.rendezvous, "t")) as client:
             assert client.ask(HELLO, 20)[0] == Done()
 
 
 def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_server, "MAX_FRAME_BYTES", 1 << 16)
-    with Running(_done) as to, Client(to.rendezvous, "big") as big, Client(to.rendezvous, "t") as client:
+    with Running(_done) as to, closing(Client(to.rendezvous, "big")) as big, closing(Client(to.rendezvous, "t")) as client:
         with pytest.raises(WaitTimeout, match="connection was lost"):
-            big.ask(WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ()), 20)
+            big.ask(WorkerFetch({f"{i:08}": Place(1, i) for i in range(20_000)}), 20)
         assert client.ask(HELLO, 20)[0] == Done()
 
 
@@ -221,7 +226,7 @@ def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> Non
         public, secret = zmq.curve_keypair()
         wrong = msgspec.structs.replace(running.rendezvous, local_dir="", client_public=public.decode(), client_secret=secret.decode())
         begin = time.monotonic()
-        with Client(wrong, "t") as client, pytest.raises(WaitTimeout, match="rejected our key") as caught:
+        with closing(Client(wrong, "t")) as client, pytest.raises(WaitTimeout, match="rejected our key") as caught:
             client.ask(HELLO, 60)
         assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)
@@ -254,7 +259,7 @@ def test_the_last_reply_leaves_before_the_server_closes() -> None:
         server = Server(handler)
         to = await server.start()
         serving = asyncio.ensure_future(server.serve())
-        with Client(to, "t") as client:
+        with closing(Client(to, "t")) as client:
             asking = asyncio.ensure_future(asyncio.to_thread(client.ask, Goodbye(0, True), 20))
             await said.wait()
             await asyncio.sleep(0)
@@ -320,7 +325,7 @@ def test_read_says_when_there_is_no_file_or_a_broken_one(tmp_path: Path) -> None
 
 def test_unreachable_controller_is_given_up_after_the_connect_time() -> None:
     begin, nowhere = time.monotonic(), stranger("tcp://127.0.0.1:1")
-    with Client(nowhere, "t", connect_s=0.3) as client, pytest.raises(WaitTimeout, match="no connection"):
+    with closing(Client(nowhere, "t", connect_s=0.3)) as client, pytest.raises(WaitTimeout, match="no connection"):
         client.ask(EnginesAsk(60), 600)
     assert time.monotonic() - begin < 20
 

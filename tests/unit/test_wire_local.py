@@ -6,6 +6,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.rpc import local
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Done, Fetched, Reply, Request
@@ -33,12 +35,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-    return (Fetched(), FRAMES) if request == WorkerFetch(("a",), (), (1, 2), False) else Done()
+    return (Fetched(), FRAMES) if request == WorkerFetch({"a": Place(1, 0)}, (1, 2), False) else Done()
 
 
 def _fetch(to: Rendezvous) -> list[bytes]:
-    with Client(to, "t") as client:
-        reply, frames = client.ask(WorkerFetch(("a",), (), (1, 2), False), 20)
+    with closing(Client(to, "t")) as client:
+        reply, frames = client.ask(WorkerFetch({"a": Place(1, 0)}, (1, 2), False), 20)
     assert reply == Fetched()
     assert all(memoryview(frame).readonly for frame in frames)
     return [bytes(frame) for frame in frames]
@@ -54,7 +56,7 @@ def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5], ids=["asked-at-once", "asked-when-refused"])
 def test_a_wrong_secret_is_refused(after_s: float) -> None:
-    with Running(_answer) as running, Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t") as client:
+    with Running(_answer) as running, closing(Client(msgspec.structs.replace(running.rendezvous, local_secret="wrong"), "t")) as client:
         time.sleep(after_s)
         with pytest.raises(WaitTimeout, match="rejected our key"):
             client.ask(Commit(0), 20)

@@ -33,7 +33,7 @@ class Client:
             return Evaluated(self._known, self._did.count("Evaluations 5") > 2), []
         if not isinstance(request, Lease):
             self._did.append(type(request).__name__)
-            return Welcome("r") if isinstance(request, Hello) else None, []
+            return Welcome() if isinstance(request, Hello) else None, []
         stop = self._stops and "begin" in self._did
         return Leased(request.step, () if stop else (1,), 0, {}, stop), []  # type: ignore[arg-type]
 

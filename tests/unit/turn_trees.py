@@ -10,9 +10,10 @@ from random import Random
 import numpy as np
 
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.types import Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.trajectory import Trajectory
+from tests.unit.generations import generation_of
 
 
 @dataclass
@@ -40,7 +41,7 @@ class RandomPool:
         for _ in range(self.random.randint(0, 3)):
             await asyncio.sleep(0)
         logprobs = tuple(-0.1 - self.random.random() for _ in said)
-        return PooledGeneration(Generation.of(said, logprobs, (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(generation_of(said, logprobs, (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,6 @@ class Lent:
 def lent(config: Config, loaded: RolloutParts, controller: Controller) -> Lent:
     """Return the worker of a controller whose engines are `FakeHandle`s; it joins when `join` is called."""
     pool, fleet = controller._pool, controller._fleet
-    fleet._gates._address_of = lambda client: (client.name, "")
 
     def connect(name: str, url: str, key: str) -> Engine:
         return next(member.engine.client for member in pool.present if member.engine.name == name)
@@ -120,7 +119,6 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         config = self.config
         self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers)
-        self.fleet._gates._address_of = lambda engine: (f"at {engine.name}", "")  # type: ignore[attr-defined]
         resumed, queued = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             Admission(BATCH, config.queue.staleness.max_staleness, rule="requeue"),
@@ -131,7 +129,7 @@ class Cluster:
             resumed=resumed,
             queued=queued,
         )
-        service = QueueService(self.queue, run="run", config_digest=config.digest)
+        service = QueueService(self.queue, config_digest=config.digest)
 
         async def answer(request: Any) -> Any:
             return await (self.fleet.find(request) if isinstance(request, FindWorker) else service(request))
@@ -152,7 +150,7 @@ class Cluster:
         for lent in self.lent.values():
             await lent.kill()
         await self.server.close()
-        await self.run_log.close()
+        self.run_log.queue_log.close()
 
     async def start(self, number: int) -> None:
         self.lent[number] = Lent(self.config, number, self.parts, self.connect, self.fleet)
@@ -185,7 +183,7 @@ class Cluster:
         return leased
 
     def fetched(self, leased: Leased) -> Any:
-        with Client(self._rendezvous, "trainer.0") as client:
+        with closing(Client(self._rendezvous, "trainer.0")) as client:
             return held.fetch(client, leased.items, None, True)
 
     async def publish(self, version: int) -> None:

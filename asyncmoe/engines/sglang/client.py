@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from asyncmoe.engines.sglang.answer import GenerateAnswer, packed_answer, response
-from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
 from asyncmoe.engines.sglang.streaming import Parts, StreamPart, answer, events
 from asyncmoe.engines.sglang.weights import WeightEndpoints
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling, Tokens
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 
@@ -45,7 +44,7 @@ class SGLangClient(WeightEndpoints):
         Raises:
             EngineError: the server refused it.
         """
-        await self._send("/freeze_gc", {}, self._timeout_s)
+        await self._send("/freeze_gc", {})
 
     async def generate(
         self,
@@ -90,10 +89,10 @@ class SGLangClient(WeightEndpoints):
                         raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
                     if not ended and tokens and listener.hear(tokens):
                         ended = True
-                        await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
+                        await self._send("/abort_request", {"rid": rid, "abort_all": False})
         return parts.whole()
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> tuple[float, ...]:
         body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}")
         return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
 
@@ -103,9 +102,9 @@ class SGLangClient(WeightEndpoints):
         return tuple(msgspec.structs.replace(call, rest=found.normal_text) for call in found.calls)
 
     async def abort(self) -> None:
-        await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
+        await self._send("/abort_request", {"rid": "", "abort_all": True})
 
     async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
         """Load an adapter for requests that name it. Once used, it keeps its slot in adapter memory, whatever else is requested."""
         body = {"lora_name": name, "lora_path": str(folder), "pinned": True}
-        await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)
+        await self._send("/load_lora_adapter", body, timeout_s)

@@ -22,13 +22,6 @@ _FAILURES = (aiohttp.ClientError, OSError, ValueError)
 """What a request raises if there is no connection, or something other than HTTP on it; ValueError: an invalid address or key."""
 
 
-class Acknowledged(msgspec.Struct, frozen=True):
-    """The answer of an endpoint that reports only success or failure."""
-
-    success: bool = True
-    message: str = ""
-
-
 class SGLangConnection:
     """Connections to one engine's endpoints.
 
@@ -65,15 +58,15 @@ class SGLangConnection:
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, kind: type[T], timeout_s: float | None = None) -> T:
         """As `_send`, with the answer decoded. Raises EngineError if it does not decode."""
-        text = await self._send(path, body, timeout_s or self._timeout_s)
+        text = await self._send(path, body, timeout_s)
         try:
             return msgspec.json.decode(text, type=kind)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
 
-    async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
-        """POST a body, or GET without one; return the answer's body."""
-        async with self._requested(path, body, seconds) as reply:
+    async def _send(self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None) -> bytes:
+        """POST a body, or GET without one; return the answer's body. Its status alone says whether the engine has done it."""
+        async with self._requested(path, body, timeout_s or self._timeout_s) as reply:
             return await reply.read()
 
     async def _stream(self, path: str, body: Mapping[str, Any], seconds: float) -> AsyncGenerator[bytes]:

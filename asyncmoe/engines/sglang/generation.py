@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncmoe.engines.types import PromptLogprobs, Sampling, Tokens, VersionSpan
+from asyncmoe.engines.types import Sampling, Tokens, VersionSpan
 from asyncmoe.errors import EngineError
 
 
@@ -27,7 +27,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
-    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled, to learn the version."""
+    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled, to learn the versions."""
     return {
         "input_ids": list(tokens),
         "return_logprob": True,
@@ -37,7 +37,7 @@ def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
     }
 
 
-def scored(name: str, tokens: Sequence[int], reply: Scored) -> PromptLogprobs:
+def scored(name: str, tokens: Sequence[int], reply: Scored) -> tuple[float, ...]:
     """Return the log-probabilities in an answer.
 
     Raises:
@@ -51,7 +51,7 @@ def scored(name: str, tokens: Sequence[int], reply: Scored) -> PromptLogprobs:
     values = [value for value, _, _ in meta.input_token_logprobs[1:]]
     if not all(value is not None and math.isfinite(value) for value in values):
         raise EngineError(f"{name}: a log-probability of the prompt is not finite")
-    return PromptLogprobs((0.0, *(value for value in values if value is not None)), meta.weight_versions[0].version)
+    return (0.0, *(value for value in values if value is not None))
 
 
 def request_body(tokens: Tokens, sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:

@@ -10,10 +10,8 @@ from asyncmoe.engines.adapters import NAME, SLOTS
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import Kind, served_targets
-from asyncmoe.models.shape import Shape
+from asyncmoe.models.lora.adapter import Kind, served_config, served_targets
 
-_IN_MEMORY = Path("/dev/shm")
 LIMIT = "--max-lora-rank"
 
 
@@ -35,16 +33,18 @@ def flags(kind: Kind, limit: int | None) -> list[str]:
     ]
 
 
-async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
+async def install(client: SGLangClient, kind: Kind, timeout_s: float) -> None:
     """Load the adapter `NAME` into an engine, as memory for the receivers to write; until they do, it changes nothing.
 
     It is pinned and used once: from then on SGLang never reuses its slot. Its scale is 1, because the receivers write values that include
-    the scale.
+    the scale. It has no tensors: SGLang 0.5.23 fills the memory of those that an adapter lacks with zeros
+    (`LoRAMemoryPool.load_lora_weight_to_buffer`).
 
     Raises:
         EngineError, WaitTimeout: the engine refused or did not answer.
     """
-    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
-        peft.write_blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
+    config = served_config(replace(kind, alpha=float(kind.rank)))
+    with TemporaryDirectory(prefix="asyncmoe-adapter-") as folder:
+        peft.write(Path(folder), peft.Files(config, "float32", {}))
         await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
-from asyncmoe.models import family_of, shape_of
+from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
@@ -34,7 +35,6 @@ from asyncmoe.process import Child
 from asyncmoe.rpc import address, nccl_settings, peers
 from asyncmoe.rpc.address import LOOPBACK
 from asyncmoe.scratch import Scratch
-from asyncmoe.trajectory.sent_routes import as_text
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
@@ -79,14 +79,14 @@ class SGLangProcess:
         port = int(self._reserved.getsockname()[1])
         log = config.run.dir / "logs" / f"{process_name(name, place.node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
-        kind, dtype = models.adapter_of(config, hf), models.engine_dtype(hf, section)
-        self._adapter = None if kind is None else (shape_of(hf), kind, dtype)
+        self._adapter, dtype = models.adapter_of(config, hf), models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
         own = ("--dtype", dtype, *family_of(hf).engine.arguments, *memory)
-        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
+        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, self._adapter, own, place)
         key = key or secrets.token_urlsafe()
         # Passed in the environment, because every user of this machine can read arguments.
-        given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
+        kept = {} if routing is None else {ROUTING_VARIABLE: msgspec.json.encode(routing).decode()}
+        given = environment(config, index, host, place) | kept
         given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
         self._scratch = Scratch()
         try:
@@ -118,18 +118,9 @@ class SGLangProcess:
                 raise WaitTimeout(self.name, f"its start; its log is {self._child.log}", self._start_timeout_s)
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
-            await lora.install(self.client, *self._adapter, self._start_timeout_s)
-        await self._freeze()
-
-    async def _freeze(self) -> None:
-        """See `SGLangClient.freeze`; retry if a connection breaks off while the server lives."""
-        while True:
-            try:
-                return await self.client.freeze()
-            except EngineLost:
-                if self.died is not None or time.monotonic() > self._ready_by:
-                    raise
-            await asyncio.sleep(_POLL_S)
+            await lora.install(self.client, self._adapter, self._start_timeout_s)
+        with suppress(EngineLost):  # it only makes the server faster; whoever uses a lost one notices
+            await self.client.freeze()
 
     async def stop(self) -> None:
         """End the server with every process it spawned, and remove the files they left.

@@ -16,7 +16,7 @@ import numpy as np
 from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, floats
 from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import EngineError
-from asyncmoe.platform.sglang.packed_answers import pairs
+from asyncmoe.platform.sglang.packed_answers import lists, pairs
 from asyncmoe.trajectory import Buffer
 
 
@@ -93,7 +93,7 @@ class Parts:
             raise EngineError(f"{self._name}: /generate: the answer ended after {len(self._entries)} tokens without its last part")
         try:
             tokens = np.array([token for _, token, _ in self._entries], np.int32)
-            masks = None if self._masks is None else IdLists.of(self._masks)
+            masks = None if self._masks is None else IdLists(*lists(self._masks))
             top = None if self._top is None else pairs(self._top)
         except (ValueError, OverflowError) as error:
             raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
+from asyncmoe.engines.sglang.connection import SGLangConnection
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -36,21 +36,21 @@ class WeightEndpoints(SGLangConnection):
 
     async def pause(self, retract: bool = False) -> None:
         """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
-        await self._post("/pause_generation", {"mode": "retract" if retract else "in_place"}, Acknowledged)
+        await self._send("/pause_generation", {"mode": "retract" if retract else "in_place"})
 
     async def flush(self) -> None:
         """SGLang refuses while requests run."""
-        await self._send("/flush_cache", {}, self._timeout_s)
+        await self._send("/flush_cache", {})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {"torch_empty_cache": False}, Acknowledged)
+        await self._send("/continue_generation", {"torch_empty_cache": False})
 
     async def begin_update(self) -> None:
         """SGLang accepts no weights outside an update."""
-        await self._post("/begin_weight_update", {"selector": "all"}, Acknowledged)
+        await self._send("/begin_weight_update", {"selector": "all"})
 
     async def end_update(self) -> None:
-        await self._post("/end_weight_update", {}, Acknowledged)
+        await self._send("/end_weight_update", {})
 
     async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         body = {
@@ -61,7 +61,7 @@ class WeightEndpoints(SGLangConnection):
             "group_name": join.group,
             "backend": join.backend,
         }
-        await self._post("/init_weights_update_group", body, Acknowledged, timeout_s)
+        await self._send("/init_weights_update_group", body, timeout_s)
 
     async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         body = {
@@ -73,11 +73,11 @@ class WeightEndpoints(SGLangConnection):
             # Paused requests keep their keys and values. Cached prefixes need no flush, because their salt names the version.
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_distributed", body, Acknowledged, timeout_s)
+        await self._send("/update_weights_from_distributed", body, timeout_s)
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
         # Paused requests keep their keys and values, as in `load_bucket`.
-        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False}, Acknowledged, timeout_s)
+        await self._send("/update_weights_from_disk", {"model_path": folder, "flush_cache": False}, timeout_s)
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """SGLang passes the commands to `asyncmoe.weights.receiver.load`, as tensors in our own format, also while it generates
@@ -88,13 +88,13 @@ class WeightEndpoints(SGLangConnection):
             "flush_cache": False,
             "weight_version": None if version is None else str(version),
         }
-        await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
+        await self._send("/update_weights_from_tensor", body, timeout_s)
 
     async def weights_version(self) -> int:
         return int((await self._post("/model_info", None, _Model)).weight_version)
 
     async def set_version(self, version: int) -> None:
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)
+        await self._send("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)

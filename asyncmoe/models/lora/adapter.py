@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -99,9 +100,8 @@ class Pair:
 
 def pairs(m: Shape, kind: Kind) -> Iterator[Pair]:
     """Yield all pairs, layer by layer: attention, then shared experts or the dense MLP, then expert by expert."""
-    linears = {dense: _linears(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    for layer in range(m.layers):
-        for place, expert, target, (outputs, inputs) in linears[layer in m.dense_layers]:
+    for dense, run in m.runs(range(m.layers)):
+        for layer, (place, expert, target, (outputs, inputs)) in product(run, _linears(m, kind, dense)):
             front = place and f"{place}." if expert is None else f"experts.{expert}."
             shared = f"experts.shared.{target}" if expert is not None and kind.experts == "shared_outer" else ""
             names = {half: f"layers.{layer}.{shared if shared and OUTER[target] == half else front + target}.{half}" for half in "ab"}
@@ -152,31 +152,6 @@ def served_targets(kind: Kind) -> tuple[str, ...]:
     """
     wanted = {target for stack in (*STACKS.values(), MLP) for target in stack if set(stack) & set(kind.targets)}
     return tuple(target for target in TARGETS if target in wanted)
-
-
-def served_shapes(m: Shape, kind: Kind) -> Shapes:
-    """Return names and shapes of the tensors that SGLang 0.5.23 loads (`/load_lora_adapter_from_tensors`).
-
-    Every tensor-parallel rank gets all tensors and slices its own part (`LoRAMemoryPool.load_lora_weight_to_buffer`). Experts are stacked,
-    A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such
-    tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
-    """
-    of_layer = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    front = "base_model.model.model.layers"
-    return {f"{front}.{i}.{name}": shape for i in range(m.layers) for name, shape in of_layer[i in m.dense_layers].items()}
-
-
-def _served_layer(m: Shape, kind: Kind, dense: bool) -> Shapes:
-    """Return the tensors of a layer; SGLang recognises them by the words of their names."""
-    found: Shapes = {}
-    at = [(target, place) for target in served_targets(kind) for place in places(m, target, dense)]
-    for target, place in at:
-        inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
-        outputs, inputs = sizes(m, target, dense, place)
-        for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
-            each = (1,) if kind.experts == "shared_outer" and OUTER.get(target) == half else (m.experts,)
-            found[f"{inner}.{target}.lora_{half.upper()}.weight"] = (*(each if place == "experts" else ()), *shape)
-    return found
 
 
 def served_config(kind: Kind) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
-from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, whole
+from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, columns, rows, whole
 
 PREFIX = "adapters."
 """Prefix of adapter parameter names in a model chunk."""
@@ -92,21 +92,16 @@ class Half:
         return f"{self.projection}_{self.side}"
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Shape of one pair's half on this rank."""
-        rows, columns = (size // (self.parts if axis == self.axis else 1) for axis, size in enumerate(self.whole))
-        return rows, columns
+    def box(self) -> Box:
+        """This rank's part of the unsharded half."""
+        if self.axis is None:
+            return whole(self.whole)
+        return (rows, columns)[self.axis](self.whole, *shard(self.whole[self.axis], self.parts, self.index))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        return self.part if self.experts is None else (len(self.experts), *self.part)
-
-    @property
-    def box(self) -> tuple[slice, slice]:
-        """Position of this rank's part in the unsharded half."""
-        rows, columns = (slice(size * (self.index if axis == self.axis else 0), None) for axis, size in enumerate(self.part))
-        return slice(rows.start, rows.start + self.part[0]), slice(columns.start, columns.start + self.part[1])
+        return self.box.extent if self.experts is None else (len(self.experts), *self.box.extent)
 
     @property
     def canonical(self) -> list[str]:
@@ -186,9 +181,6 @@ def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 def _layer(held: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
     builder = LayoutBuilder(rank, dtype)
     for half in held:
-        rows, columns = half.box
-        box = Box((rows.start, columns.start), half.part)
-        corner = (0, 0)
-        parts = [(name, box, corner if half.experts is None else (at, *corner)) for at, name in enumerate(half.canonical)]
+        parts = [(name, half.box, (0, 0) if half.experts is None else (at, 0, 0)) for at, name in enumerate(half.canonical)]
         builder.place(f"{half.linear}.{half.name}", half.shape, parts)
     return builder.build()

@@ -8,8 +8,7 @@ Source: PEFT 0.21.2 on transformers 5.19. There are two forms for experts.
 - *Stacked*: transformers 5 holds the experts of a layer as two parameters, gate_up_proj [experts, 2 width, hidden] and down_proj
   [experts, hidden, width], and PEFT adapts them with nested `ParamWrapper`s: `mlp.experts.base_layer.lora_A.weight` belongs to
   gate_up_proj and `mlp.experts.lora_A.weight` to down_proj, or to the only adapted parameter. A is [experts * rank, in], and B is
-  [out, rank * experts] with the expert index varying fastest. Gate and up share one A; if PEFT converted the named form, A has twice the
-  rank and B is zero outside the blocks of gate and of up.
+  [out, rank * experts] with the expert index varying fastest. Gate and up share one A.
 
 This module reads both forms. PEFT has no form in which experts share a half.
 """
@@ -17,7 +16,6 @@ This module reads both forms. PEFT has no form in which experts share a half.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError, together
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs, served_config, served_shapes
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs
 from asyncmoe.models.shape import Shape
 from asyncmoe.storage import share
 
@@ -43,7 +41,7 @@ _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _STACKED = re.compile(rf"{re.escape(_LAYERS)}(\d+)\.mlp\.experts(\.base_layer)?")
 _CONVERT = "save it with path_initial_model_for_weight_conversion of PEFT's save_pretrained, as an adapter of the unchanged weights"
 _UNDERSTOOD = frozenset({
-    "peft_type", "r", "lora_alpha", "base_model_name_or_path", "init_lora_weights", "rank_pattern", "alpha_pattern", "target_parameters",
+    "peft_type", "r", "lora_alpha", "base_model_name_or_path", "init_lora_weights", "target_parameters",
     "auto_mapping", "peft_version", "task_type", "revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern",
     "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
 })  # fmt: skip
@@ -219,25 +217,6 @@ def write(path: Path, files: Files) -> None:
     share(path, CONFIG)
 
 
-def write_blank(path: Path, m: Shape, kind: Kind, dtype: str) -> None:
-    """Write an adapter of zeros in the form that engines load, which is not PEFT's, into the existing directory `path`. The tensor file has
-    a header followed by a hole, which takes no disk space.
-
-    Source: the safetensors format, huggingface/safetensors README.md.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in served_shapes(m, kind).items():
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (path / MODEL).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    (path / CONFIG).write_text(json.dumps(served_config(kind), indent=2) + "\n")
-
-
 def read(path: Path) -> Files:
     """Read both files of the directory `path`.
 
@@ -283,12 +262,6 @@ def check_features(config: Mapping[str, Any]) -> None:
     if (init := config.get("init_lora_weights", True)) not in (True, False, "gaussian", "orthogonal"):
         kept = "an initialisation that keeps the base weights"
         faults.append(UserError(f"init_lora_weights in {CONFIG}", got=init, expected=kept, hint=_CONVERT))
-    rank, alpha = config["r"], config["lora_alpha"]
-    for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
-        for pattern, got in (config.get(key) or {}).items():
-            # PEFT's conversion of the named form doubles the rank of gate_up_proj.
-            if not pattern.endswith("gate_up_proj") or got != 2 * value:
-                faults.append(UserError(f"{key} in {CONFIG}", got=f"{got} for {pattern}", expected=f"{value} for all layers"))
     if faults:
         raise together(faults)
 
@@ -307,27 +280,16 @@ def _unstacked(
         got = ", ".join(sorted(unknown)) or "none"
         raise UserError(f"target_parameters in {CONFIG}", got=got, expected="mlp.experts.gate_up_proj, mlp.experts.down_proj or both")
     of_gate_up = first or parameters == {"gate_up_proj"}
-    rank = config["r"] * (2 if of_gate_up and config.get("rank_pattern") else 1)
+    rank: int = config["r"]
     inputs, outputs = (m.hidden, 2 * m.expert_width) if of_gate_up else (m.expert_width, m.hidden)
     expected = (m.experts * rank, inputs) if half == "a" else (outputs, rank * m.experts)
     if value.shape != expected or not m.experts:
         raise UserError(name, got=value.shape, expected=f"shape {expected}, for {m.experts} experts")
     each = value.reshape(m.experts, rank, inputs) if half == "a" else value.reshape(outputs, rank, m.experts).transpose(2, 0, 1)
-    for expert, own in enumerate(each):
-        parts = _gate_and_up(name, own, half, config["r"]) if of_gate_up else {"down_proj": own}
-        for target, part in parts.items():
-            yield f"experts.{expert}.{target}.{half}", part
-
-
-def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, np.ndarray]:
-    """Split an expert's half of gate_up_proj into halves of gate_proj and up_proj."""
-    if half == "a":
-        return {"gate_proj": own[:rank], "up_proj": own[-rank:]}
-    gate, up = np.split(own, 2)
-    if own.shape[1] == rank:
-        return {"gate_proj": gate, "up_proj": up}
-    if gate[:, rank:].any() or up[:, :rank].any():
-        expected = f"only zeros outside gate_proj's {rank} columns and up_proj's {rank}"
-        hint = f"train gate_up_proj with rank {2 * rank} and no rank_pattern"
-        raise UserError(name, got="values other than 0", expected=expected, hint=hint)
-    return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}
+    parts = {"down_proj": each}
+    if of_gate_up:
+        gate, up = (each, each) if half == "a" else np.split(each, 2, axis=1)
+        parts = {"gate_proj": gate, "up_proj": up}
+    for target, stack in parts.items():
+        for expert, own in enumerate(stack):
+            yield f"experts.{expert}.{target}.{half}", own

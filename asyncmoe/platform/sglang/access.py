@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
+from asyncmoe.platform.sglang.patching import PatchTargetGone
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,29 +50,21 @@ class KeyRequired:
         return hmac.compare_digest(scheme.lower() + b" " + key, self._expected)
 
 
-def install() -> None:
-    """Add the middleware wherever SGLang adds its own, that is, if the server has a key; keep the key out of the log; and disable servers
-    on an engine's later nodes.
-
-    Call it before the import of SGLang.
-    """
-    after_import("sglang.srt.utils.auth", _mend)
-    after_import("sglang.srt.utils.common", _mend_nodes)
-    after_import("sglang.srt.entrypoints.engine", _mend_log)
-
-
 def _mend_log(engine: Any) -> None:
+    """Keep the key out of the log."""
     original = engine._server_args_for_logging
     engine._server_args_for_logging = lambda arguments: {**original(arguments), "api_key": None}
 
 
 def _mend_nodes(common: Any) -> None:
+    """Disable servers on an engine's later nodes."""
     if not callable(getattr(common, "launch_dummy_health_check_server", None)):
         raise PatchTargetGone(f"{common.__name__}.launch_dummy_health_check_server is gone")
     common.launch_dummy_health_check_server = lambda *_: None
 
 
 def _mend(auth: Any) -> None:
+    """Add the middleware wherever SGLang adds its own, that is, if the server has a key."""
     original = auth.add_api_key_middleware
 
     def both(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
@@ -81,3 +73,10 @@ def _mend(auth: Any) -> None:
             app.add_middleware(KeyRequired, key=api_key)
 
     auth.add_api_key_middleware = both
+
+
+PATCHES = {
+    "sglang.srt.utils.auth": _mend,
+    "sglang.srt.utils.common": _mend_nodes,
+    "sglang.srt.entrypoints.engine": _mend_log,
+}

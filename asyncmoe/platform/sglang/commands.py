@@ -17,16 +17,10 @@ from types import ModuleType
 from typing import Any
 
 from asyncmoe.platform.sglang import overlap
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
+from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.platform.sglang.receiver_command import LOADER
 
 _CALL = "update_weights_from_tensor"
-
-
-def install() -> None:
-    """Patch the HTTP process and the schedulers. Call it in every process before the import of SGLang."""
-    after_import("sglang.srt.managers.tokenizer_control_mixin", _mend_front)
-    after_import("sglang.srt.managers.scheduler_components.weight_updater", _mend_scheduler)
 
 
 def _mend_front(module: ModuleType) -> None:
@@ -79,3 +73,9 @@ def _owner(module: ModuleType, name: str, *members: str) -> Any:
         if not hasattr(owner, member):
             raise PatchTargetGone(f"{module.__name__}.{name}.{member} is gone")
     return owner
+
+
+PATCHES = {
+    "sglang.srt.managers.tokenizer_control_mixin": _mend_front,
+    "sglang.srt.managers.scheduler_components.weight_updater": _mend_scheduler,
+}

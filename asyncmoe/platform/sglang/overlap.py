@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from asyncmoe.platform.sglang.patching import after_import
-
 MODULE = "sglang.srt.managers.scheduler"
 OFF = "--disable-overlap-schedule"
 KNOWN = "cb8f6de62ad1e200df34114cbcffec747e16d667eddbc719ccb9052723e8b4e5"
@@ -47,11 +45,6 @@ def checked(arguments: Sequence[str]) -> list[str]:
     return [*arguments, OFF]
 
 
-def install() -> None:
-    """Make the scheduler settle steps. Call it in every process before the import of SGLang. No effect without the overlap schedule."""
-    after_import(MODULE, _mend)
-
-
 def settle(scheduler: Any) -> None:
     """Process the tokens of the step in flight, if there is one, so that later writes of weights come after it.
 
@@ -75,6 +68,7 @@ _SETTLED = (SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(grammar
 
 
 def _mend(module: ModuleType) -> None:
+    """Make the scheduler settle steps. No effect without the overlap schedule."""
     if obstacle():
         return  # `checked` has switched the overlap schedule off
     scheduler: Any = vars(module)["Scheduler"]
@@ -97,3 +91,6 @@ def _settled_first(method: Callable[..., Any], needed: Callable[..., bool]) -> C
         return method(self, *arguments, **named)
 
     return wrapped
+
+
+PATCHES = {MODULE: _mend}

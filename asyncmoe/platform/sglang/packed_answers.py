@@ -22,8 +22,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncmoe.platform.sglang.patching import after_import
-
 MEDIA_TYPE = "application/vnd.asyncmoe.answer"
 MAGIC = b"ama1"
 BEGIN = struct.Struct("<4sI")
@@ -40,7 +38,6 @@ PARTS = (
 )
 """Name and type of each part, in order: tokens, their log-probabilities, the number of ids in each token's mask, all these ids, the
 log-probabilities over them, the most probable ids of all tokens, and the routes (base64 in `meta_info.routed_experts`)."""
-MODULE = "sglang.srt.entrypoints.http_server"
 _WANTED = ContextVar("asyncmoe_packed_answer", default=False)
 
 
@@ -86,27 +83,26 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
     return b"".join((BEGIN.pack(MAGIC, len(head)), head, *arrays))
 
 
-def install() -> None:
-    """Make the HTTP process pack the responses of requests that accept it. Call it in every process before the import of SGLang."""
-    after_import(MODULE, _mend)
-
-
 def pairs(rows: Sequence[Sequence[tuple[float | None, int, Any]]]) -> np.ndarray:
     """Return the entries of all rows of `output_top_logprobs` as an array of `PAIR`, NaN for null."""
     return np.fromiter(map(itemgetter(0, 1), chain.from_iterable(rows)), PAIR)
+
+
+def lists(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes of all rows and their numbers, int32 each. Raises OverflowError for a number of more than 32 bits."""
+    counts = np.fromiter(map(len, rows), "<i4", len(rows))
+    return counts, np.fromiter(chain.from_iterable(rows), "<i4", int(counts.sum()))
 
 
 def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Return the sizes, ids and log-probabilities of sampling masks."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     logprobs = None if values is None else np.fromiter(values, "<f4", len(values))
-    if masks is None:
-        return None, None, logprobs
-    counts = np.fromiter(map(len, masks), "<i4", len(masks))
-    return counts, np.fromiter(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
+    return (None, None, logprobs) if masks is None else (*lists(masks), logprobs)
 
 
 def _mend(module: ModuleType) -> None:
+    """Make the HTTP process pack the responses of requests that accept it."""
     owner: Any = module
     b64decode = import_module("pybase64").b64decode  # a package that SGLang needs, many times faster than Python's
     serve, respond = owner.serve_generate_request, owner.orjson_response
@@ -125,3 +121,6 @@ def _mend(module: ModuleType) -> None:
         return respond(content, *args, **named) if body is None else owner.Response(body, media_type=MEDIA_TYPE)
 
     owner.serve_generate_request, owner.orjson_response = serve_generate_request, orjson_response
+
+
+PATCHES = {"sglang.srt.entrypoints.http_server": _mend}

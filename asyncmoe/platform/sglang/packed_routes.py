@@ -15,6 +15,8 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.platform.sglang.patching import after_import
 
@@ -25,22 +27,20 @@ if TYPE_CHECKING:
 
 MODULE = "sglang.srt.managers.scheduler_components.batch_result_processor"
 ROUTING_VARIABLE = "ASYNCMOE_ROUTING"
-"""Environment variable of an engine whose routes are kept: its model's routing (`asyncmoe.trajectory.sent_routes.as_text`)."""
+"""Environment variable of an engine whose routes are kept: its model's `asyncmoe.trajectory.Routing`, as JSON."""
 
 
 def install() -> None:
     """Make the scheduler pack routes, if `ROUTING_VARIABLE` is set. Call it in every process before the import of SGLang."""
-    text = os.environ.get(ROUTING_VARIABLE)
-    if not text:
-        return
-    from asyncmoe.trajectory.sent_routes import routing_in
+    if text := os.environ.get(ROUTING_VARIABLE):
+        from asyncmoe.trajectory import Routing
 
-    routing = routing_in(text)
-    after_import(MODULE, lambda module: _mend(module, routing))
+        routing = msgspec.json.decode(text, type=Routing)
+        after_import(MODULE, lambda module: _mend(module, routing))
 
 
 def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return the bytes of `to_bytes`, uint8[n]. Routes that do not fit are returned unchanged, and the reader rejects and names them.
+    """Return the bytes of `to_bytes`, uint8[n]; for routes that do not fit, a text that says why, with which the reader rejects them.
 
     Args:
         routes: int32[rows, all_layers, top_k], on the host.
@@ -51,10 +51,10 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
     from asyncmoe.trajectory.sent_routes import to_bytes
 
     try:
-        made = encode_routes(routes.numpy(), routing, "a response")
-    except TrajectoryRejected:
-        return routes
-    return torch.frombuffer(bytearray(to_bytes(made)), dtype=torch.uint8)
+        sent = to_bytes(encode_routes(routes.numpy(), routing, "a response"))
+    except TrajectoryRejected as rejected:
+        sent = str(rejected).encode()
+    return torch.frombuffer(bytearray(sent), dtype=torch.uint8)
 
 
 def _mend(module: ModuleType, routing: Routing) -> None:

@@ -25,6 +25,14 @@ def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, _After(name, patch))
 
 
+def install(*modules: ModuleType) -> None:
+    """Apply the `PATCHES` of modules of this package, functions by the name of the module that they change. Call it in every process before
+    the import of SGLang. Raises as `after_import`."""
+    for module in modules:
+        for name, patch in module.PATCHES.items():
+            after_import(name, patch)
+
+
 class _After(MetaPathFinder):
     def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
         self._name, self._patch = name, patch

@@ -56,7 +56,6 @@ class Environment(Protocol):
 
     async def run(self, episode: Episode) -> Rewards:
         """Run one episode, from prompt to end. An exception rejects the episode: for its own reason if an agent raised it, else `ERROR`."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +64,6 @@ class Demonstrator(Environment, Protocol):
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:
         """Return the teacher's next message in this conversation. Random draws come from `episode.random`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
+import numpy as np
+
 from asyncmoe import plugins
 from asyncmoe.async_tasks import together
 from asyncmoe.config.rollout import Interruption
@@ -248,7 +250,7 @@ def demonstration(index: int, made: Demonstration) -> Trajectory:
 
 
 def _taught(given: tuple[int, ...], said: tuple[int, ...]) -> Turn:
-    return Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)
+    return Turn(given, Generation(np.array(said, np.int32), np.zeros(len(said), np.float32), (), "stop", 0), NOT_SAMPLED)
 
 
 def _shown(index: int, turns: Sequence[Turn], path: PlaceInTree = FIRST) -> Trajectory:

@@ -87,7 +87,8 @@ def assemble(
         metrics: as in `Trajectory`.
 
     Raises:
-        TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts` and `sampling_masks`.
+        TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts`,
+            `sampling_masks` and `encode_masks`.
     """
     key, forked = place.key(path.agent, path.branch), sum(map(len, turns[: path.shared]))
     versions = [_versions(turn, key) for turn in turns]
@@ -119,10 +120,10 @@ def assemble(
 
 
 def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
-    """Return `values` with the first `forked` replaced by `blank`. An answer may have too few values, which the queue refuses."""
-    if not forked:
-        return values
-    return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])
+    """Return a copy of `values` with the first `forked` replaced by `blank`."""
+    made = values.copy()
+    made[:forked] = blank
+    return made
 
 
 def _logprobs(turns: Sequence[Turn]) -> np.ndarray:
@@ -167,8 +168,8 @@ def _masks(turns: Sequence[Turn], recording: Recording, key: str, shared: int) -
     assert recording.vocabulary is not None
     counts, ids = [np.zeros(sum(map(len, turns[:shared])), np.int32)], [np.zeros(0, np.int32)]
     for turn in turns[shared:]:
-        part = sampling_masks(turn.generation.masks, turn.generation.tokens, recording.vocabulary, before=len(turn.given), after=0, key=key)
-        counts.append(part.counts)
-        ids.append(part.ids)
+        lists = sampling_masks(turn.generation.masks, len(turn.generation.tokens), key)
+        counts += np.zeros(len(turn.given), np.int32), lists.counts
+        ids.append(lists.ids)
     offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int32)
     return encode_masks(Masks(offsets, np.concatenate(ids), recording.vocabulary), key)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import aiohttp
 
@@ -31,7 +32,12 @@ class Poster:
     def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
         self.url, self._timeout_s = url, timeout_s
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._session: aiohttp.ClientSession | None = None
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        return aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.url))
 
     async def post(self, body: bytes, max_bytes: int) -> bytes:
         """Return the body of an answer with status 200.
@@ -41,10 +47,6 @@ class Poster:
             TrajectoryRejected: "scorer_timeout"; "scorer_unavailable": a connection that breaks, or status 5xx or 408; "scorer_garbage":
                 any other status, or an answer of more than `max_bytes`.
         """
-        if self._session is None:
-            # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.url))
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:
             async with self._session.post(self.url, data=body, headers=self._headers, timeout=bound, allow_redirects=False) as reply:
@@ -67,9 +69,7 @@ class Poster:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ def score(prompt: str, response: str, answer: str) -> float:
     """Return 1 if the final answer of the response equals the reference, else 0.
 
     Raises:
-        ValueError: the reference has no content, or exceeds the bounds.
+        ValueError: as `reference`.
     """
-    gold = _gold(answer)
+    gold = reference(answer)
     with suppress(TooLarge):
         for given in map(_read, final_answer.find(response)):
             if gold.choices and given.choices:
@@ -41,23 +41,13 @@ def score(prompt: str, response: str, answer: str) -> float:
     return 0.0
 
 
-def check(answer: str) -> None:
-    """Refuse a reference that no answer can equal.
+@lru_cache(maxsize=4096)
+def reference(answer: str) -> ReadAnswer:
+    """Return the meaning of a reference.
 
     Raises:
-        ValueError: as `score`.
+        ValueError: it has no content, or exceeds the bounds: no answer can equal it.
     """
-    _gold(answer)
-
-
-def _same(gold: ReadAnswer, given: ReadAnswer) -> bool:
-    if all(notation.PATTERNS["letters"].fullmatch(one.text) for one in (gold, given)):
-        return gold.text == given.text
-    return gold.node is not None and given.node is not None and comparison.same(gold.node, given.node)
-
-
-@lru_cache(maxsize=4096)
-def _gold(answer: str) -> ReadAnswer:
     try:
         found = [_read(text) for text in final_answer.find(answer, reference=True)] or [_read("")]
         gold = next((one for one in found if one.node or one.choices), found[0])
@@ -67,6 +57,12 @@ def _gold(answer: str) -> ReadAnswer:
     if not gold.text:
         raise ValueError(f"the reference {answer[:100]!r} has no content to compare")
     return gold if re.search("[A-J]", answer) else gold._replace(choices="")
+
+
+def _same(gold: ReadAnswer, given: ReadAnswer) -> bool:
+    if all(notation.PATTERNS["letters"].fullmatch(one.text) for one in (gold, given)):
+        return gold.text == given.text
+    return gold.node is not None and given.node is not None and comparison.same(gold.node, given.node)
 
 
 def _read(text: str) -> ReadAnswer:

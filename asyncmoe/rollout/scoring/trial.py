@@ -98,7 +98,7 @@ async def check_golds(golds: Iterable[Example], key: str) -> None:
         distinct.setdefault(gold.answer, gold)
     for gold in islice(distinct.values(), _CHECKED):
         try:
-            mathematics.check(gold.answer)
+            mathematics.reference(gold.answer)
         except ValueError as error:
             got, expected = f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})", "an answer that equals itself by math_verify"
             hint = "correct all lines with such an answer, or name another scoring.scorer"

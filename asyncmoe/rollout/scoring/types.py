@@ -97,11 +97,9 @@ class Scorer(Protocol):
             TrajectoryRejected: "scorer_error": the scorer raised; "scorer_nan": a score is not finite; "scorer_timeout": scoring took too
                 long, queueing included; "scorer_garbage": the answer is invalid; "scorer_unavailable": the scorer cannot be reached.
         """
-        ...
 
     async def close(self) -> None:
         """Release connections, processes and the user's object."""
-        ...
 
 
 class Judge(Protocol):
@@ -113,11 +111,9 @@ class Judge(Protocol):
         Raises:
             TrajectoryRejected: "scorer_error", "scorer_timeout" (`scoring.timeout_s`), "scorer_unavailable" or "scorer_garbage".
         """
-        ...
 
     async def close(self) -> None:
         """Release connections, processes and the user's object."""
-        ...
 
 
 def reason_of(error: BaseException) -> str:

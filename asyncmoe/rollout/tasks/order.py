@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from random import Random
 
@@ -13,7 +14,8 @@ from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
-_BLOCK = 1024
+_BLOCK, _STREAMS = 1024, 3
+"""Numbers in a block of a mixture; streams, for each of which one block and one order are kept."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ListedTask:
         self._encoder, self._seed, self._name, self._order = encoder, seed, part.name, order
         self._trained: Sequence[int] = range(len(self._source)) if part.trained is None else part.trained
         self._held: Finite = self._source if part.held is None else part.held
-        self._orders: dict[str, tuple[int, array[int]]] = {}
+        self._order_of = lru_cache(_STREAMS)(self._shuffled)
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
@@ -86,13 +88,13 @@ class ListedTask:
 
     def index(self, stream: str, number: int) -> int:
         """Return the index of a number of a stream: into the source, or for `EVALUATION` into the held-out examples."""
-        every = range(len(self._held)) if stream == EVALUATION else self._trained
-        epoch, place = divmod(number, len(every))
-        if self._orders.get(stream, (-1,))[0] != epoch:
-            order = array("q", every)
-            Random(f"{self._seed} {stream} {epoch}{self._order}").shuffle(order)
-            self._orders[stream] = epoch, order
-        return self._orders[stream][1][place]
+        epoch, place = divmod(number, len(self._held if stream == EVALUATION else self._trained))
+        return self._order_of(stream, epoch)[place]
+
+    def _shuffled(self, stream: str, epoch: int) -> array[int]:
+        order = array("q", range(len(self._held)) if stream == EVALUATION else self._trained)
+        Random(f"{self._seed} {stream} {epoch}{self._order}").shuffle(order)
+        return order
 
 
 class MixedTask:
@@ -126,7 +128,7 @@ class MixedDraws:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self._weights, self._seed = weights, seed
         self._before: dict[str, list[tuple[int, ...]]] = {}
-        self._last: dict[str, tuple[int, list[int]]] = {}
+        self._block = lru_cache(_STREAMS)(self._drawn)
 
     def at(self, stream: str, number: int) -> tuple[int, int]:
         """Return the task of a number, and how many earlier numbers of the stream took the same task."""
@@ -135,12 +137,10 @@ class MixedDraws:
         while len(before) <= block:
             drawn = self._block(stream, len(before) - 1)
             before.append(tuple(count + drawn.count(part) for part, count in enumerate(before[-1])))
-        if self._last.get(stream, (-1,))[0] != block:
-            self._last[stream] = block, self._block(stream, block)
-        drawn = self._last[stream][1]
+        drawn = self._block(stream, block)
         part = drawn[place]
         return part, before[block][part] + drawn[:place].count(part)
 
-    def _block(self, stream: str, block: int) -> list[int]:
+    def _drawn(self, stream: str, block: int) -> list[int]:
         random = Random(f"{self._seed} {stream} mixture {block}")
         return random.choices(range(len(self._weights)), self._weights, k=_BLOCK)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from asyncmoe.errors import ProtocolError
+from asyncmoe.rpc.codec import parsed
 
 Message = Mapping[str, Any]
 """One message of a conversation: "role", "content", and any other key that the chat template knows."""
@@ -48,11 +48,9 @@ class Finite(Protocol):
 
     def __len__(self) -> int:
         """Return the number of examples; at least 1, and the same during the whole run."""
-        ...
 
     def __getitem__(self, index: int) -> Example:
         """Return the example of an index, 0 <= index < len. Must not wait: all episodes share the event loop it runs in."""
-        ...
 
 
 class Endless(Protocol):
@@ -60,7 +58,6 @@ class Endless(Protocol):
 
     def draw(self, random: Random) -> Example:
         """Return an example that depends on the draws from `random` only. Must not wait."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,7 @@ def to_bytes(prompt: Prompt) -> bytes:
 
 def from_bytes(sent: bytes) -> Prompt:
     """Decode the result of `to_bytes`. Raises ProtocolError."""
-    try:
-        return msgspec.convert(json.loads(sent), Prompt)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"malformed prompt: {error}") from error
+    return parsed(lambda: msgspec.convert(json.loads(sent), Prompt), "prompt")
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,6 @@ class HasGolds(Protocol):
 
     def golds(self) -> Iterable[Example]:
         """Return all questions that have a reference answer, with their names, in the order of the file."""
-        ...
 
 
 class Task(Protocol):
@@ -130,8 +123,6 @@ class Task(Protocol):
         Raises:
             DataError: the example cannot be used, or the user's own source raised.
         """
-        ...
 
     def demonstration(self, index: int) -> Demonstration:
         """Return the `index`-th solved question. Raises as `prompt`."""
-        ...

@@ -173,7 +173,7 @@ class WorkerFleet:
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `episode`, and TrajectoryRejected (`LOST`): its worker is lost."""
-        return await self._run(await self._serving(), WorkerRun(place, to_bytes(prompt), name), place)
+        return await self._run(await self._serving(), WorkerRun(place, to_bytes(prompt), name))
 
     async def show(self, first: int, count: int) -> Sequence[Group]:
         """Make demonstrations. Raises as `episode`."""
@@ -230,21 +230,21 @@ class WorkerFleet:
 
     async def _train(self, worker: RemoteWorker, asked: bytes, place: EpisodeId) -> Sequence[Made]:
         try:
-            made = await self._run(worker, WorkerRun(place, asked), place)
+            made = await self._run(worker, WorkerRun(place, asked))
         except asyncio.CancelledError:
             worker.forget([], [place])
             raise
         worker.ended.add(place)
         return made
 
-    async def _run(self, worker: RemoteWorker, request: WorkerRun, place: EpisodeId) -> Sequence[Made]:
+    async def _run(self, worker: RemoteWorker, request: WorkerRun) -> Sequence[Made]:
         worker.running += 1
         try:
             ran = await worker.do(request, WorkerRan, _EPISODE_S)
         finally:
             worker.running -= 1
         if ran.sampled:
-            self.sampled(place, from_bytes(ran.sampled))
+            self.sampled(request.episode, from_bytes(ran.sampled))
         if ran.reason:
             raise TrajectoryRejected(ran.reason, ran.detail)
         return ran.made

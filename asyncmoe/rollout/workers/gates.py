@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from asyncmoe.engines import backend
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.rollout.workers.remote import RemoteWorker
@@ -32,7 +31,7 @@ class WorkerGates:
     """
 
     def __init__(self, pool: Pool, alive: Callable[[], Sequence[RemoteWorker]], answer_s: float) -> None:
-        self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, backend.address_of
+        self._pool, self._alive, self._answer_s = pool, alive, answer_s
         self._open = True
 
     async def close_gates(self) -> int:
@@ -83,6 +82,5 @@ class WorkerGates:
             member.elsewhere = sum(use.in_flight for use in uses if use is not None)
 
     def _told(self, member: Member) -> WorkerEngine:
-        url, key = self._address_of(member.engine.client)
-        flags = member.suspect, member.waiting, member.leaving
-        return WorkerEngine(member.engine.name, member.serial, url, key, member.version, member.lineage, *flags)
+        client, flags = member.engine.client, (member.suspect, member.waiting, member.leaving)
+        return WorkerEngine(member.engine.name, member.serial, client.url, client.key, member.version, member.lineage, *flags)

@@ -108,9 +108,7 @@ class WorkerService:
     async def _do(self, worker: Worker, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         match request:
             case WorkerFetch():
-                if len(request.keys) != len(request.places):
-                    raise ProtocolError(f"WorkerFetch: got {len(request.keys)} keys, {len(request.places)} places, expected equally many")
-                return Fetched(), await worker.fetch(request.keys, request.places, request.layers, request.masks)
+                return Fetched(), await worker.fetch(request.places, request.layers, request.masks)
             case WorkerEngines():
                 await self._engines.use(request)
                 return self._news()

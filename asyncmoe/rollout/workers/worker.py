@@ -137,26 +137,24 @@ class Worker:
         self._frames.update(frames)
         return group
 
-    async def fetch(
-        self, keys: Sequence[str], places: Sequence[Place], layers: Sequence[int] | None = None, masks: bool = True
-    ) -> list[Buffer]:
-        """Return encoded frames (`asyncmoe.trajectory.encode`) of trajectories, in the order of `keys`. Groups that only an earlier worker
-        held are read from the log.
+    async def fetch(self, places: Mapping[str, Place], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
+        """Return encoded frames (`asyncmoe.trajectory.encode`) of trajectories, in the order of `places`. Groups that only an earlier
+        worker held are read from the log.
 
         Args:
-            places: log position of each trajectory's group.
+            places: by the trajectory's key, the place of its group in the log.
             layers, masks: see `asyncmoe.trajectory.part`.
 
         Raises:
             ProtocolError: a trajectory is not at its place, or lacks the routes of one of `layers`.
             DataError: the log has no group there.
         """
-        frames = {key: self._frames[key] for key in keys if key in self._frames}
-        for place in {place for key, place in zip(keys, places, strict=True) if key not in frames}:
+        frames = {key: self._frames[key] for key in places if key in self._frames}
+        for place in {place for key, place in places.items() if key not in frames}:
             frames |= await asyncio.to_thread(self._read, place)
-        if unknown := [key for key in keys if key not in frames]:
+        if unknown := [key for key in places if key not in frames]:
             raise ProtocolError(f"fetch: rollout worker {self._number} does not hold {unknown[0]}")
-        return [frame for key in keys for frame in part(frames[key], layers, masks)]
+        return [frame for key in places for frame in part(frames[key], layers, masks)]
 
     def _read(self, place: Place) -> Mapping[str, list[Buffer]]:
         if self._kept is None:

@@ -106,11 +106,6 @@ def microbatches(
     return MicroBatches(make, rows, [batch.places_of(indices, of, mesh.grid) for indices, of in zip(mine, lengths, strict=True)])
 
 
-def shares(updates: Sequence[Update], mesh: Mesh) -> list[int]:
-    """Return the batch positions that this rank trains on in the updates, ascending."""
-    return sorted(i for update in updates for i in update.schedule.indices(mesh.dp_rank))
-
-
 def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
     """Lease the batch of step `step`; every rank gets the same answer.
 

@@ -93,8 +93,8 @@ def token_advantages(
     items: Sequence[Item],
     trajectories: Mapping[int, Trajectory],
     section: ObjectiveSection,
-    outcome: np.ndarray | None = None,
-    others: Mapping[int, Trajectory] | None = None,
+    outcome: np.ndarray,
+    others: Mapping[int, Trajectory],
 ) -> dict[int, np.ndarray]:
     """Compute the token advantages of some trajectories of a batch: float32[T] by position in the batch.
 
@@ -106,15 +106,14 @@ def token_advantages(
     Args:
         items: metadata of the whole batch.
         trajectories: the wanted trajectories, by position in the batch.
-        outcome: float32[n]: the result of `outcome_advantages`; None: compute it, without plug-ins.
+        outcome: float32[n]: the result of `outcome_advantages`.
         others: the `relatives` of these trajectories, by position in the batch.
 
     Raises:
         InvariantBroken: a trajectory lacks the step rewards or teacher log-probabilities that a weight above 0 needs; such trajectories
             are rejected on intake.
     """
-    outcome = outcome_advantages(items, section)[0] if outcome is None else outcome
-    steps = _step_advantages(items, {**trajectories, **(others or {})}, section) if section.process.weight else {}
+    steps = _step_advantages(items, {**trajectories, **others}, section) if section.process.weight else {}
     every = {i: paths for paths in trees.members(trees.numbers(items)) for i in paths}
     found = {}
     for i, t in trajectories.items():

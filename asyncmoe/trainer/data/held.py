@@ -38,11 +38,11 @@ def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None,
     found, each = dict[str, Sequence[Buffer]](), frames_in(1)
     places = {item.key: item.place for item in items if item.place is not None}  # a leased item has one
     for writer in sorted({place.writer for place in places.values()}):
-        keys = tuple(key for key, place in places.items() if place.writer == writer)
-        frames = _asked(client, writer, WorkerFetch(keys, tuple(places[key] for key in keys), layers, masks))
-        if len(frames) != len(keys) * each:
-            raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
-        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
+        there = {key: place for key, place in places.items() if place.writer == writer}
+        frames = _asked(client, writer, WorkerFetch(there, layers, masks))
+        if len(frames) != len(there) * each:
+            raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(there) * each}")
+        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(there)}
     return [frame for item in items for frame in found[item.key]]
 
 

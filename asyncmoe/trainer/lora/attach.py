@@ -108,7 +108,7 @@ def _layer_pairs(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, la
         by_linear.setdefault(half.linear, []).append(half)
     made: dict[str, Pairs] = {}
     for linear, halves in by_linear.items():
-        query_groups, rows = 1, next(half.part[0] for half in halves if half.side == "b")
+        query_groups, rows = 1, next(half.box.extent[0] for half in halves if half.side == "b")
         if linear == "linear_qkv":
             query_groups = m.kv_heads // parallel.tp
             key = query_groups * m.head_dim

@@ -1,9 +1,10 @@
-"""Initial values of an adapter, the same under every layout."""
+"""Values of an adapter on a rank: the initial ones, the same under every layout, and parts of whole halves."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +19,13 @@ def initial(half: Half, layer: int, seed: int) -> torch.Tensor:
     """
     if half.side == "b":
         return torch.zeros(half.shape)
-    parts = [_draw(half.whole, f"layers.{layer}.{name}", seed)[half.box] for name in half.canonical]
+    return cut(half, layer, lambda name: _draw(half.whole, name, seed))
+
+
+def cut(half: Half, layer: int, whole: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Return a rank's part of the unsharded halves of a parameter: `half.shape`. `whole` returns a half by its canonical name."""
+    box = tuple(slice(start, start + extent) for start, extent in zip(half.box.start, half.box.extent, strict=True))
+    parts = [whole(f"layers.{layer}.{name}")[box] for name in half.canonical]
     return torch.stack(parts) if half.experts is not None else parts[0].clone()
 
 

@@ -36,7 +36,7 @@ def agreed_fault(checkpoint: Path, mesh: Mesh) -> str | None:
     """Return, on every rank, the fault found by the lowest rank; None if no rank found one."""
     mine: tuple[str | None, str]
     try:
-        mine = intact.fault_in_share(checkpoint, mesh.rank, mesh.world), ""
+        mine = intact.fault(checkpoint, rank=mesh.rank, world=mesh.world), ""
     except UserError as error:
         mine = None, str(error)
     found = collectives.everyones(mine)

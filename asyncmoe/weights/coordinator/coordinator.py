@@ -271,7 +271,7 @@ class WeightUpdateCoordinator:
             gone = [member.fenced for member in self._pool.members if member.fenced is not None]
             why = gone[-1] if gone else "all have left"
             raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
-        return Committed(version, pause_ms)
+        return Committed(pause_ms)
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`; if the sender then falls silent while the engines are paused, end the update."""

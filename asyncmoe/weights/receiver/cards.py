@@ -72,23 +72,19 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     Args:
         cards: by rank in the meeting, for the ranks with a GPU.
     """
-    names = protocol.names(terms)
-    short = [_shortage(names[rank], card) for rank, card in sorted(cards.items()) if card.wanted > card.free]
+    names, each = protocol.names(terms), sorted(cards.items())
+    versions = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in each if card.nccl}
+    networks = {card.network: f"{card.network} ({names[rank]} on {card.host})" for rank, card in each if card.network}
+    short = [_shortage(names[rank], card) for rank, card in each if card.wanted > card.free]
     apart = _unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else []
-    return [*_versions(cards, names), *_networks(cards, names), *short, *apart]
+    nccl = _several("NCCL", versions, f"one version; {_SAME_NCCL}") + _several("NCCL's network", networks, f"one; {_SAME_NETWORK}")
+    return [*nccl, *short, *apart]
 
 
-def _versions(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
-    """Return one line if ranks have different versions of NCCL, which refuse each other; it names one rank of each version."""
-    found = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in sorted(cards.items()) if card.nccl}
-    return [f"NCCL: got {' and '.join(found.values())}, expected one version; {_SAME_NCCL}"] if len(found) > 1 else []
-
-
-def _networks(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
-    """Return one line if NCCL would connect some hosts over InfiniBand and others over TCP, which it refuses (2.30:
-    src/transport/net_ib/connect.cc, net_socket.cc); it names one rank of each."""
-    found = {card.network: f"{card.network} ({names[rank]} on {card.host})" for rank, card in sorted(cards.items()) if card.network}
-    return [f"NCCL's network: got {' and '.join(found.values())}, expected one; {_SAME_NETWORK}"] if len(found) > 1 else []
+def _several(what: str, found: Mapping[str, str], expected: str) -> list[str]:
+    """Return one line if ranks differ, which NCCL refuses: in its version, or in connecting over InfiniBand or TCP (2.30:
+    src/transport/net_ib/connect.cc, net_socket.cc). `found`: names one rank of each value."""
+    return [f"{what}: got {' and '.join(found.values())}, expected {expected}"] if len(found) > 1 else []
 
 
 def _shortage(whom: str, card: Card) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import cast
 
 from asyncmoe.config.transports import TRANSPORTS, TransportName
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.reshard import SharedTransport, Transport
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.nccl_transport import NcclTransport
@@ -60,11 +59,9 @@ def open_nccl(end: ChannelEnd) -> NcclTransport:
     """Make an NCCL communicator of all ranks.
 
     Raises:
-        InvariantBroken: the end is not on a GPU.
         UserError, TransferError, WaitTimeout: as `NcclTransport`.
     """
-    if end.device is None:
-        raise InvariantBroken("sync.transport nccl was chosen for weights in host memory")
+    assert end.device is not None  # as `transport_for` sees to
     return _NcclOfChannel(
         end.rank,
         end.world,

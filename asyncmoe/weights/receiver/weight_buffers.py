@@ -43,7 +43,8 @@ class Weights:
         storages: dict[int, str] = {}
         for name, tensor in self.tensors().items():
             place = tensor.untyped_storage().data_ptr()
-            found[name] = _parameter(tensor, storages.get(place, ""))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[name] = Parameter(tuple(tensor.shape), dtype, tuple(tensor.stride()), storages.get(place, ""))
             storages.setdefault(place, name)
         return found
 
@@ -54,9 +55,6 @@ class Weights:
     def room(self) -> Tensors:
         """Allocate staging memory for all tensors, on the calling thread's current stream."""
         return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
-
-    def received(self, staged: Tensors) -> None:
-        """Called in the receiving thread when `staged` (from `room` or `commit`) is complete: do the work that needs no pause."""
 
     def commit(self, staged: Tensors | None) -> Tensors:
         """Make the worker compute with `staged`, or with the values already written into `tensors`. Called between forward passes.
@@ -69,65 +67,31 @@ class Weights:
         return spare
 
 
-class AdapterMemory:
-    """The same as `Weights` for a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+class AdapterMemory(Weights):
+    """A worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the adapter's initial values.
 
-    On CPU all slots are staged and swapped in: a module and SGLang's pool hold the same tensor, and no tensor views it. On another
-    device a captured graph may hold the tensor's address, so the values are copied into it.
+    Values are copied into the slots, because a captured graph may hold their addresses.
 
     Source: sglang 0.5.23 (lora/layers.py, `set_lora_info`; lora/lora_manager.py, `_notify_lora_slots_updated`; lora/mem_pool.py).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buffers: Tensors = dict(_slots(model))
-        self._next: Tensors = {}
         self._notified: list[Any] = [getattr(module, _NOTIFIED) for module in model.modules() if hasattr(module, _NOTIFIED)]
 
-    def described(self) -> dict[str, Parameter]:
-        return {name: _parameter(tensor) for name, tensor in self.tensors().items()}
-
     def tensors(self) -> Tensors:
-        return _slot(0, self._buffers)
-
-    def room(self) -> Tensors:
-        if any(buffer.device.type != "cpu" for buffer in self._buffers.values()):
-            return {name: torch.empty_like(slot) for name, slot in self.tensors().items()}
-        self._next = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
-        return _slot(0, self._next)
-
-    def received(self, staged: Tensors) -> None:
-        if self._next:
-            _spread(self._next, staged, first=1)
+        return {name: slots[0] for name, slots in self._buffers.items()}
 
     def commit(self, staged: Tensors | None) -> Tensors:
-        if staged is None:
-            _spread(self._buffers, self.tensors(), first=1)
-        elif self._next:
-            for name, buffer in self._buffers.items():
-                buffer.data, self._next[name] = self._next[name], buffer.data
-            staged = _slot(0, self._next)
-        else:
-            _spread(self._buffers, staged, first=0)
+        new = self.tensors() if staged is None else staged
+        for at in range(min(map(len, self._buffers.values()), default=0)):
+            torch._foreach_copy_([slots[at] for slots in self._buffers.values()], [new[name] for name in self._buffers])
         for notify in self._notified:
             notify(None)
         return staged or {}
-
-
-def _slot(at: int, buffers: Tensors) -> Tensors:
-    return {name: slots[at] for name, slots in buffers.items()}
-
-
-def _spread(buffers: Tensors, new: Tensors, first: int) -> None:
-    """Copy `new` into every slot from `first` on."""
-    for at in range(first, min(map(len, buffers.values()), default=0)):
-        torch._foreach_copy_([slots[at] for slots in buffers.values()], [new[name] for name in buffers])
-
-
-def _parameter(tensor: torch.Tensor, shares: str = "") -> Parameter:
-    return Parameter(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()), shares)
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

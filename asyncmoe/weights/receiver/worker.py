@@ -63,7 +63,7 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None) -> None:
         self._model, self._join = model, join
-        self._target: Weights | AdapterMemory = Weights(model)
+        self._target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
         self._lock = threading.Lock()
         self._staged: Staged | None = None
@@ -237,8 +237,6 @@ class Receiver:
             decoder.forget()
         tensors = self._arrays(terms)[1]
         exchanger.run(terms.timeout_s)
-        if not terms.in_place:
-            self._target.received(tensors)
         if decoder is not None and coming is not None:
             decoder.bind(tensors)
             decoder.adopt(header.version, coming.digests)

@@ -114,7 +114,7 @@ class BroadcastPublisher(Publisher):
             if number == 0:
                 self._client.ask(WeightsBegin(version), self._sync.timeout_s)
             message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
-            self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
+            self._ask_while(message, partial(dist.broadcast, flat.view(torch.uint8), src=0, group=group))
         reply = self._client.ask(WeightsCommit(version, checksums), self._sync.timeout_s)[0]
         assert isinstance(reply, Committed)
         return reply
@@ -155,7 +155,3 @@ class BroadcastPublisher(Publisher):
         if running:
             raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s)
         return acting.result()
-
-
-def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(flat, src=0, group=group)

@@ -11,15 +11,13 @@ import shutil
 import time
 from pathlib import Path
 
-from asyncmoe import storage
 from asyncmoe.config import Config
-from asyncmoe.errors import StorageError
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.messages import Committed, EnginesAsk, WeightsFiles
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.gather import Gatherer
-from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf
-from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
+from asyncmoe.weights.sender.publisher import Published, Publisher
 from asyncmoe.weights.sender.trained import TrainedModel
 
 
@@ -55,33 +53,18 @@ class DiskPublisher(Publisher):
         """
         begin = time.perf_counter()
         checksums = self._expected.of_next()
-        folder = self._write(version)
-        pause_ms = 0.0
-        if self._model.mesh.rank == 0:
-            pause_ms = self._load(version, folder, checksums)
+        folder, first, pause_ms = self._folder / f"version_{version}", self._model.mesh.rank == 0, 0.0
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier trainer, whose updates have ended
+        write_hf(self._model, self._config.model.path, folder, self._gatherer, f"weights of version {version}")
+        if first:
+            start_s = self._config.engines.start_timeout_s
+            self._client.ask(EnginesAsk(start_s), start_s + ANSWER_S)
+            # Finishing responses, pausing engines and loading each take at most the limit.
+            reply = self._client.ask(WeightsFiles(version, str(folder), checksums), 3 * self._sync.timeout_s + ANSWER_S)[0]
+            assert isinstance(reply, Committed)
+            pause_ms = max(reply.pause_ms, default=0.0)
             for path in self._folder.glob("*version_*"):
                 if path != folder:
                     shutil.rmtree(path, ignore_errors=True)
         return Published(version, time.perf_counter() - begin, pause_ms)
-
-    def _write(self, version: int) -> Path:
-        """Write the version on rank 0, and return its directory. Collective."""
-        folder = self._folder / f"version_{version}"
-        if self._model.mesh.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier trainer, whose updates have ended
-        try:
-            with storage.writing(f"weights of version {version}", folder):
-                write_hf(self._model, self._config.model.path, folder, self._gatherer)
-        except StorageError:
-            shutil.rmtree(unfinished(folder), ignore_errors=True)
-            raise
-        return folder
-
-    def _load(self, version: int, folder: Path, checksums: Checksums) -> float:
-        """Have all engines load the version; return the longest pause in milliseconds."""
-        start_s = self._config.engines.start_timeout_s
-        self._client.ask(EnginesAsk(start_s), start_s + ANSWER_S)
-        # Finishing responses, pausing engines and loading each take at most the limit.
-        reply = self._client.ask(WeightsFiles(version, str(folder), checksums), 3 * self._sync.timeout_s + ANSWER_S)[0]
-        assert isinstance(reply, Committed)
-        return max(reply.pause_ms, default=0.0)

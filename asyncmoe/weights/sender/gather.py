@@ -6,7 +6,6 @@ Used by the `broadcast` and `disk` publishers, and by export.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 
@@ -34,7 +33,8 @@ class Gatherer:
         kind = model.adapter if adapter else None
         payload = Payload(model.hf if quantised else without(model.hf), kind)
         dtype = str(model.dtype).removeprefix("torch.")
-        self._model, self._timeout_s, self._adapter, self.quantised = model, timeout_s, adapter, quantised
+        self._model, self._timeout_s, self.quantised = model, timeout_s, quantised
+        self._sources = None if adapter else WeightSources(model)
         self._transport = TorchTransport(device=str(model.mesh.device))
         self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())
         megatron = payload.trainer(model.parallel, dtype)
@@ -42,7 +42,7 @@ class Gatherer:
 
     def run(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Yield each bucket with its flat tensor (rank 0) or None (other ranks), in a fixed order. Collective over all trainer ranks."""
-        if self._adapter:
+        if self._sources is None:
             mine = self._model.adapter_values()
         else:
             self._sources.refresh()
@@ -51,10 +51,6 @@ class Gatherer:
             held = empty(bucket.layout.storages, self._model.mesh.device) if self._model.mesh.rank == 0 else {}
             exchange(plan, self._transport, mine, held, timeout_s=self._timeout_s)
             yield bucket, held.get(STORAGE)
-
-    @cached_property
-    def _sources(self) -> WeightSources:
-        return WeightSources(self._model)
 
 
 def tensors_in(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

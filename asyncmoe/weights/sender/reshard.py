@@ -84,20 +84,7 @@ class ReshardPublisher(Publisher):
         self._tried = time.monotonic()
         self._sent.clear()
         self._settling.clear()
-        result: Future[Published | None] = Future()
-        self._running = result
-
-        def run() -> None:
-            yield_cores()  # sending may take a whole training step, which it must not slow down
-            published = self._publish(version, expected)
-            self._sent.set()
-            result.set_result(published)
-
-        def failed(error: Exception) -> None:
-            self._sent.set()
-            result.set_exception(self._in_words(error))
-
-        device_threads.start(str(self._model.mesh.device), "weights", run, failed)
+        self._running = device_threads.pool(str(self._model.mesh.device), 1, "weights").submit(self._send, version, expected)
 
     def check(self) -> None:
         if self._running is not None and self._running.done():
@@ -141,17 +128,25 @@ class ReshardPublisher(Publisher):
         if time.monotonic() - self._tried > limit:
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
-    def _in_words(self, error: Exception) -> WeightSyncError:
-        """Convert the sending thread's error into one for the trainer's main thread."""
-        if isinstance(error, WeightSyncError):
-            return error
-        if isinstance(error, AsyncmoeError):
-            return WeightSyncError(str(error))  # the message the other ranks received
-        log.error("sending weights failed", exc_info=error)
-        mesh = self._model.mesh
-        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {mesh.rank} on {failing.where(mesh.device)})")
-        made.__cause__ = error
-        return made
+    def _send(self, version: int, expected: Checksums) -> Published | None:
+        """Publish a version in the sending thread.
+
+        Raises:
+            WeightSyncError: in the words that the other ranks received, or with this rank's place.
+        """
+        yield_cores()  # sending may take a whole training step, which it must not slow down
+        try:
+            return self._publish(version, expected)
+        except WeightSyncError:
+            raise
+        except AsyncmoeError as error:
+            raise WeightSyncError(str(error)) from error
+        except Exception as error:
+            log.error("sending weights failed", exc_info=error)
+            mesh = self._model.mesh
+            raise WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {mesh.rank} on {failing.where(mesh.device)})") from error
+        finally:
+            self._sent.set()
 
     def _publish(self, version: int, expected: Checksums) -> Published | None:
         """Send the version until no further attempt is needed; return None if it was abandoned."""

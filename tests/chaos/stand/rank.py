@@ -175,7 +175,7 @@ class Rank:
     def _loaded(self) -> tuple[int, str]:
         """Return step and part of the newest intact checkpoint, which all ranks verify together."""
         for path in self._everyones([str(one) for one in directories.complete(self._config.run.dir)[::-1]])[0]:
-            if not any(self._everyones(intact.fault_in_share(Path(path), self._rank, self._world))):
+            if not any(self._everyones(intact.fault(Path(path), rank=self._rank, world=self._world))):
                 self._everyones("read")
                 return int(checkpoints.facts(Path(path))["step"]), (Path(path) / f"part-{self._rank}").read_text()[: len(weights.FIRST[0])]
             if self._rank == 0:

@@ -16,7 +16,7 @@ end_with_parent()
 
 import torch  # noqa: E402
 
-from asyncmoe.platform.sglang import cpu, overlap  # noqa: E402
+from asyncmoe.platform.sglang import cpu, overlap, patching  # noqa: E402
 from tests.gpu.bundle import without_kernels  # noqa: E402
 
 CARD = torch.cuda.is_available()
@@ -28,7 +28,7 @@ ON_CARD = (
 """After the defaults that a CPU needs."""
 if "--enable-memory-saver" in sys.argv:
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # captured graphs can be released too
-overlap.install()
+patching.install(overlap)
 without_kernels.prepare(triton=CARD)
 
 

@@ -105,7 +105,7 @@ class Controller:
         if isinstance(request, messages.WeightsJoin):
             self.tell(JoinCommand(request.host, request.port, request.group, 1))
         if isinstance(request, messages.WeightsCommit):
-            return messages.Committed(request.version, (1e3 * self.tell(CommitCommand(request.version, request.update)),)), ()
+            return messages.Committed((1e3 * self.tell(CommitCommand(request.version, request.update)),)), ()
         return messages.Done(), ()
 
     def tell(self, command: JoinCommand | CommitCommand) -> float:

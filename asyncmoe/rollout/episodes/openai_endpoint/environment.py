@@ -44,7 +44,7 @@ class OpenAIEnvironment:
         asked = episode.prompt
         columns = {"columns": asked.columns} if self._takes_columns else {}
         try:
-            return cast(Rewards, await _Call(partial(self._function, url, session.key, asked.text, asked.answer, **columns)).ended())
+            return cast(Rewards, await _called(partial(self._function, url, session.key, asked.text, asked.answer, **columns)))
         finally:
             await self._endpoint.end(session)
 
@@ -53,42 +53,38 @@ class OpenAIEnvironment:
         await self._endpoint.close()
 
 
-class _Call(threading.Thread):
-    """A call of a coroutine function or a plain one in a thread (and an event loop) of its own, so that it cannot block ours."""
+async def _called(ask: Callable[[], Any]) -> object:
+    """Call a coroutine function or a plain one in a thread (and an event loop) of its own, so that it cannot block ours.
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        super().__init__(name="agent", daemon=True)
-        self._ask, self._awaits = ask, inspect.iscoroutinefunction(ask)
-        self._result: Future[object] = Future()
-        self._result.set_running_or_notify_cancel()  # a caller that stops waiting cancels the task
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
+    Returns its result, or raises its exception, as a RuntimeError if it is a BaseException but not an Exception. If this is cancelled,
+    so is the coroutine; a plain function cannot be cancelled, and runs to its end.
+    """
+    result: Future[object] = Future()
+    result.set_running_or_notify_cancel()  # a caller that stops waiting cancels the task
+    tasks: list[asyncio.Task[Any]] = []
+    cancelled = threading.Event()
 
-    async def ended(self) -> object:
-        """Return the function's result, or raise its exception, as a RuntimeError if it is a BaseException but not an Exception.
+    async def awaited() -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
+        if cancelled.is_set():
+            raise asyncio.CancelledError
+        return await ask()
 
-        If this is cancelled, so is the coroutine; a plain function cannot be cancelled, and runs to its end.
-        """
-        self.start()
+    def run() -> None:
         try:
-            return await asyncio.wrap_future(self._result)
-        except asyncio.CancelledError:
-            self._cancelled = True  # set before reading the task: `_awaited` reads this after setting it
-            if self._task is not None:
-                with suppress(RuntimeError):  # the loop may have just ended
-                    self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-            raise
-
-    def run(self) -> None:
-        """Call the function; in the new thread."""
-        try:
-            self._result.set_result(asyncio.run(self._awaited()) if self._awaits else self._ask())
+            result.set_result(asyncio.run(awaited()) if inspect.iscoroutinefunction(ask) else ask())
         except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
             passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # asyncio's futures refuse StopIteration
-            self._result.set_exception(error if passes else RuntimeError(plugins.told(error)))
+            result.set_exception(error if passes else RuntimeError(plugins.told(error)))
 
-    async def _awaited(self) -> object:
-        self._task = asyncio.current_task()
-        if self._cancelled:
-            raise asyncio.CancelledError
-        return await self._ask()
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    try:
+        return await asyncio.wrap_future(result)
+    except asyncio.CancelledError:
+        cancelled.set()  # before reading the tasks: `awaited` reads this after adding its task
+        for task in tasks:
+            with suppress(RuntimeError):  # the loop may have just ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        raise

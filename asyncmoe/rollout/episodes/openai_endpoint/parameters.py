@@ -167,15 +167,12 @@ class Api(Protocol):
         Raises:
             RequestRefused: 400, naming the parameter.
         """
-        ...
 
     def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
         """Return the answer to a request without `stream`."""
-        ...
 
     def events(self, request: CompletionRequest, answer: Completion) -> bytes:
         """Return the answer to a request with `stream`, as server-sent events."""
-        ...
 
     def error(self, refused: RequestRefused) -> dict[str, Any]:
         """Return the body of an error, by default in OpenAI's form."""

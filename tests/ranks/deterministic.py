@@ -7,7 +7,7 @@ lora=1 trains adapters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import models
+from asyncmoe.config import Config
 from asyncmoe.log.log import Place
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.queue.group_buffer import describe
@@ -58,7 +59,7 @@ def main(path: str, *cases: str) -> list[Any]:
     return group.everyone({one: trained(Path(path), *one.split(":")) for one in cases})
 
 
-def trained(path: Path, variant: str, layout: str) -> list[Any]:
+def trained(path: Path, variant: str, layout: str, between: Callable[[Config, gpt.Model, Any], None] = lambda *_: None) -> list[Any]:
     """[loss and gradient norm of each update, digests of weights and optimizer state, digests of a gradient, computed again and again]."""
     settings = case.settings_of(layout)
     adapters = bool(settings.pop("lora", False))
@@ -83,6 +84,7 @@ def trained(path: Path, variant: str, layout: str) -> list[Any]:
     learner = Learner(config, built, adam, partial(held.fetch, client), start.replay(config, built), NO_PLUGINS, samples)
     for step in range(STEPS):
         made = learner.learn(controller.batch_of(step, routing), "rl", VERSION + step, lambda: None)
+        between(config, built, adam)
         figures += [[one.loss.hex(), one.grad_norm.hex()] for one in made.updates if one.updated]
     found = [figures, {name: digest(value) for name, value in state(built, adam)}]
     leave()

@@ -1,0 +1,55 @@
+"""Worker: bits of the state after training with and without sleep between the steps, and the memory that a sleep frees.
+`sleep.py RESULT PATH CASE...`, as `deterministic.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.occupancy import TRAINER, Held, Memory
+from asyncmoe.trainer.model import gpt
+from asyncmoe.trainer.model.sleep import Sleeper
+from tests.ranks import group
+from tests.ranks.deterministic import trained
+
+NOTHING: Held = frozenset()
+TURNS = 4
+
+
+def main(path: str, *cases: str) -> list[Any]:
+    torch.set_num_threads(2)
+    Path(path, "run").mkdir(exist_ok=True)
+    return group.everyone({one: both(Path(path), *one.split(":")) for one in cases})
+
+
+def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
+    """Of each sleep: bytes held before, freed in each phase, and at the end in use again; and whether the bits are equal."""
+    sleeps: list[list[int]] = []
+    sleepers: dict[int, Sleeper] = {}
+
+    def between(config: Config, built: gpt.Model, adam: Any) -> None:
+        sleeper = sleepers.setdefault(0, Sleeper(built, adam, config.run.dir))
+        for _ in range(TURNS):
+            shared = sleeper._parameters() | sleeper._gradients()
+            held = sum(one.nbytes() for one in (shared | sleeper._state(shared)).values())
+            used = [held, private()]
+            for turn in (frozenset({Memory.PARAMETERS}), NOTHING, frozenset({Memory.PARAMETERS}), TRAINER):
+                sleeper.hold(turn)
+                used.append(private())
+            sleeps.append(used)
+
+    slept = trained(path, variant, layout, between)
+    return {"sleeps": sleeps, "equal": slept == trained(path, variant, layout)}
+
+
+def private() -> int:
+    """Bytes of this process that it shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+if __name__ == "__main__":
+    group.run(main)

@@ -1,0 +1,25 @@
+"""A trainer that sleeps between its steps has the same bits, and gives its memory back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import case, launch
+
+pytestmark = pytest.mark.ranks
+CASES = ("dense:tp=2", "plain:ep=2,dtype=bfloat16", "plain:tp=2,dtype=bfloat16,lora=1")
+LARGE = {"hidden_size": 256, "intermediate_size": 2048, "moe_intermediate_size": 512}
+
+
+def test_sleep_changes_no_bit_and_frees_memory(tmp_path: Path) -> None:
+    for variant in ("dense", "plain"):
+        config = case.hf_config(variant)
+        config.update(LARGE)
+        config.save_pretrained(tmp_path / variant)
+    for one in launch.run("sleep", 2, tmp_path, str(tmp_path), *CASES):
+        for name, found in one.items():
+            assert found["equal"], name
+            for held, before, _, asleep, _, after in found["sleeps"]:
+                assert before - asleep >= 0.95 * held, name

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
+from asyncmoe.engines.types import Memory
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -90,6 +91,17 @@ class WeightEndpoints(SGLangConnection):
         }
         await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
 
+    async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        """SGLang would end if memory were released while it runs requests; a flush it refuses instead."""
+        await self.flush()
+        await self._send("/release_memory_occupation", {"tags": tags}, timeout_s)
+
+    async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        await self._send("/resume_memory_occupation", {"tags": tags}, timeout_s)
+
+    async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        return await self._check("poisoned", timeout_s)
+
     async def weights_version(self) -> int:
         return int((await self._post("/model_info", None, _Model)).weight_version)
 
@@ -97,7 +109,10 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
-        checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
+        return await self._check("checksum", timeout_s)
+
+    async def _check(self, action: str, timeout_s: float) -> tuple[dict[str, str], ...]:
+        checked = await self._post("/weights_checker", {"action": action}, _Checked, timeout_s)
         ranks = {rank.parallelism_info[0].tp_rank: rank.checksums for rank in checked.ranks}  # every group reports all ranks
         # SGLang's layers with adapters contain the plain layer as `base_layer`.
         return tuple({name.replace(".base_layer.", "."): one for name, one in ranks[at].items()} for at in sorted(ranks))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from asyncmoe.platform.sglang import cpu_dp_attention, cpu_experts, cpu_float8, cpu_latent, cpu_lora
+from asyncmoe.platform.sglang import cpu_dp_attention, cpu_experts, cpu_float8, cpu_latent, cpu_lora, cpu_memory
 from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
@@ -58,7 +58,7 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
-    for module in (cpu_experts, cpu_lora, cpu_latent, cpu_float8, cpu_dp_attention):
+    for module in (cpu_experts, cpu_lora, cpu_latent, cpu_float8, cpu_dp_attention, cpu_memory):
         for name, patch in module.PATCHES.items():
             after_import(name, patch)
     _pinned_memory()

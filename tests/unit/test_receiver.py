@@ -197,17 +197,6 @@ def test_storages_are_swapped_but_where_something_views_them() -> None:
     assert (net.loaded, net.refreshed) == (1, 1)
 
 
-def test_a_commit_writes_scales_that_are_not_sent() -> None:
-    layer = torch.nn.Module()
-    for name, scale in (("k_scale", 0.5), ("v_scale", 2.0)):
-        layer.register_parameter(name, torch.nn.Parameter(torch.tensor(math.nan), requires_grad=False))
-        setattr(layer, f"{name}_float", scale)
-    weights = Weights(torch.nn.Sequential(layer))
-    assert not weights.tensors()
-    weights.commit(None)
-    assert [scale.item() for scale in layer.parameters()] == [0.5, 2.0]
-
-
 class Adapted(torch.nn.Module):
     """As SGLang's modules with adapters hold their memory: two slots."""
 

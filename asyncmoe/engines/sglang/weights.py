@@ -12,6 +12,9 @@ from asyncmoe.engines.types import Memory
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
+_STEP_S = 1.0
+"""Bounds a forward pass."""
+
 
 class _Place(msgspec.Struct, frozen=True):
     tp_rank: int
@@ -39,9 +42,9 @@ class WeightEndpoints(SGLangConnection):
         """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
         await self._post("/pause_generation", {"mode": "retract" if retract else "in_place"}, Acknowledged)
 
-    async def flush(self) -> None:
-        """SGLang refuses while requests run."""
-        await self._send("/flush_cache", {}, self._timeout_s)
+    async def flush(self, wait_s: float = 0.0) -> None:
+        """SGLang refuses while requests run, if they do not end within `wait_s`."""
+        await self._send(f"/flush_cache?timeout={wait_s}", {}, self._timeout_s)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, Acknowledged)
@@ -92,8 +95,8 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
 
     async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
-        """SGLang would end if memory were released while it runs requests; a flush it refuses instead."""
-        await self.flush()
+        """If SGLang runs requests, it refuses a flush, but a release would end it. Requests last a step longer than their answers."""
+        await self.flush(_STEP_S)
         await self._send("/release_memory_occupation", {"tags": tags}, timeout_s)
 
     async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:

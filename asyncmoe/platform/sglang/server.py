@@ -16,12 +16,13 @@ with uncollected():
     import torch
 
     from asyncmoe.platform import file_store, tcp_store
-    from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting
+    from asyncmoe.platform.sglang import access, cache_scales, commands, overlap, packed_answers, packed_routes, private_meeting
     from asyncmoe.rpc import peers
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
 access.install()
+cache_scales.install()
 commands.install()
 overlap.install()
 packed_answers.install()

@@ -180,9 +180,6 @@ def _refresh(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (refresh_norm := getattr(module, "refresh_gemma_weight", None)) is not None:
             refresh_norm()
-        for name in ("k_scale", "v_scale"):
-            if (scale := module._parameters.get(name)) is not None:
-                scale.data.fill_(getattr(module, f"{name}_float"))
 
 
 def _viewed(model: torch.nn.Module) -> set[int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling, Tokens
+from asyncmoe.engines.types import Generation, Listener, Memory, ParsedCall, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -159,6 +159,26 @@ class Engine(Protocol):
         Args:
             commands: one per rank.
             version: version of the weights from then on; None: unchanged.
+        """
+
+    # Memory
+
+    async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        """Give memory of an engine without requests to the machine; returns when it is free. Contents are lost.
+
+        The engine must have no request, no probe (`alive`) and no update until `resume_memory`.
+
+        Raises:
+            EngineError: requests run; nothing was released.
+        """
+
+    async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        """Take released memory again; weights then need a full update, written in place, before the engine samples."""
+
+    async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        """Return for each rank the tensors of the model that have not been written since `resume_memory`: {name: how much}.
+
+        Only an engine without a GPU, started with a memory saver, can tell.
         """
 
     async def weights_version(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from asyncmoe.trajectory import NOTHING, Buffer, Recording
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids; an array is int32[n]."""
+Memory = Literal["weights", "kv_cache", "cuda_graph"]
+"""A kind of an engine's memory that it can release."""
 ABORTED = "abort"
 """`Generation.finish` of a response that `Engine.abort` ended."""
 

@@ -133,6 +133,16 @@ class FakeEngine:
             self.version, self.partial = version, False
         await asyncio.sleep(0)  # the answer is on its way
 
+    async def release_memory(self, tags: Sequence[types.Memory], timeout_s: float) -> None:
+        await self._called()
+
+    async def resume_memory(self, tags: Sequence[types.Memory], timeout_s: float) -> None:
+        await self._called()
+
+    async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        await self._called()
+        return ()
+
     async def weights_version(self) -> int:
         await self._called()
         return self.version

@@ -8,8 +8,12 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.engines.sglang.connection import SGLangConnection
+from asyncmoe.engines.types import Memory
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
+
+_STEP_S = 1.0
+"""Bounds a forward pass."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -38,9 +42,9 @@ class WeightEndpoints(SGLangConnection):
         """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
         await self._send("/pause_generation", {"mode": "retract" if retract else "in_place"})
 
-    async def flush(self) -> None:
-        """SGLang refuses while requests run."""
-        await self._send("/flush_cache", {})
+    async def flush(self, wait_s: float = 0.0) -> None:
+        """SGLang refuses while requests run, if they do not end within `wait_s`."""
+        await self._send(f"/flush_cache?timeout={wait_s}", {})
 
     async def resume(self) -> None:
         await self._send("/continue_generation", {"torch_empty_cache": False})
@@ -90,6 +94,17 @@ class WeightEndpoints(SGLangConnection):
         }
         await self._send("/update_weights_from_tensor", body, timeout_s)
 
+    async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        """If SGLang runs requests, it refuses a flush, but a release would end it. Requests last a step longer than their answers."""
+        await self.flush(_STEP_S)
+        await self._send("/release_memory_occupation", {"tags": tags}, timeout_s)
+
+    async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+        await self._send("/resume_memory_occupation", {"tags": tags}, timeout_s)
+
+    async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        return await self._check("poisoned", timeout_s)
+
     async def weights_version(self) -> int:
         return int((await self._post("/model_info", None, _Model)).weight_version)
 
@@ -97,7 +112,10 @@ class WeightEndpoints(SGLangConnection):
         await self._send("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
-        checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
+        return await self._check("checksum", timeout_s)
+
+    async def _check(self, action: str, timeout_s: float) -> tuple[dict[str, str], ...]:
+        checked = await self._post("/weights_checker", {"action": action}, _Checked, timeout_s)
         ranks = {rank.parallelism_info[0].tp_rank: rank.checksums for rank in checked.ranks}  # every group reports all ranks
         # SGLang's layers with adapters contain the plain layer as `base_layer`.
         return tuple({name.replace(".base_layer.", "."): one for name, one in ranks[at].items()} for at in sorted(ranks))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from asyncmoe.platform.sglang import cpu_dp_attention, cpu_experts, cpu_float8, cpu_latent, cpu_lora, patching
+from asyncmoe.platform.sglang import cpu_dp_attention, cpu_experts, cpu_float8, cpu_latent, cpu_lora, cpu_memory, patching
 from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
@@ -58,7 +58,7 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
-    patching.install(cpu_experts, cpu_lora, cpu_latent, cpu_float8, cpu_dp_attention)
+    patching.install(cpu_experts, cpu_lora, cpu_latent, cpu_float8, cpu_dp_attention, cpu_memory)
     _pinned_memory()
 
 

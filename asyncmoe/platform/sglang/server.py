@@ -16,12 +16,12 @@ with uncollected():
     import torch
 
     from asyncmoe.platform import file_store, tcp_store
-    from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, patching, private_meeting
+    from asyncmoe.platform.sglang import access, cache_scales, commands, overlap, packed_answers, packed_routes, patching, private_meeting
     from asyncmoe.rpc import peers
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
-patching.install(access, commands, overlap, packed_answers)
+patching.install(access, cache_scales, commands, overlap, packed_answers)
 packed_routes.install()
 private_meeting.install()
 tcp_store.install()

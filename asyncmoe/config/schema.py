@@ -66,18 +66,22 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
+    placement: Literal["split", "colocated"] = "split"
+    """split: trainer and engines have devices of their own. colocated: they use the same devices in turn; while one works, the memory of the
+    other is free or on the host (sets run.mode sync and rollout.interruption abort_resume)."""
     launch: Literal["local", "ray"] = "local"
     """Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."""
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, values: Any) -> Any:
-        """Set the keys that `run.mode` implies; refuse values that contradict it."""
-        run = values.get("run") if isinstance(values, dict) else None
-        mode = run.get("mode") if isinstance(run, dict) else None
-        if isinstance(mode, str):
-            for path, implied in _IMPLIED.get(mode, {}).items():
-                values = _imply(values, path, implied, ".".join(path), mode)
+        """Set the keys that `placement` and `run.mode` imply; refuse values that contradict them."""
+        for key in ("placement", "run.mode"):
+            value: Any = values
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            for path, implied in _IMPLIED.get((key, value), {}).items() if isinstance(value, str) else ():
+                values = _imply(values, path, implied, ".".join(path), f"{key} is {value}")
         return values
 
     @model_validator(mode="after")
@@ -213,6 +217,11 @@ class Config(Section):
         return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
 
     @property
+    def in_turn(self) -> bool:
+        """True if trainer and engines use the same devices in turn."""
+        return self.placement == "colocated"
+
+    @property
     def survives_controller(self) -> bool:
         """True if a lost controller can be restarted, with the trainer, while engines wait for it. The log tells the new controller what
         was sampled and trained, and each engine reports whether it holds a whole version."""
@@ -271,11 +280,12 @@ class Config(Section):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-_IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
-    "sync": {("queue", "staleness", "max_staleness"): 0},
-    "one_step_off": {("queue", "staleness", "max_staleness"): 1, ("rollout", "interruption"): "drain"},
+_IMPLIED: Mapping[tuple[str, str], Mapping[tuple[str, ...], Any]] = {
+    ("placement", "colocated"): {("run", "mode"): "sync", ("rollout", "interruption"): "abort_resume"},
+    ("run.mode", "sync"): {("queue", "staleness", "max_staleness"): 0},
+    ("run.mode", "one_step_off"): {("queue", "staleness", "max_staleness"): 1, ("rollout", "interruption"): "drain"},
 }
-"""The keys each `run.mode` sets."""
+"""(Key, value) -> the keys that it sets."""
 
 
 def _without_paths(value: Any) -> Any:
@@ -285,7 +295,7 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(one) for one in value if not isinstance(one, Path)] if isinstance(value, list | tuple) else value
 
 
-def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:
+def _imply(section: Any, path: Sequence[str], implied: Any, key: str, because: str) -> Any:
     """Return `section` with the key at `path` set to `implied`; type validation reports a section that is not a mapping.
 
     Raises:
@@ -295,7 +305,7 @@ def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str)
         return section
     name, *rest = path
     if rest:
-        return {**section, name: _imply(section.get(name, {}), rest, implied, key, mode)}
+        return {**section, name: _imply(section.get(name, {}), rest, implied, key, because)}
     if section.get(name, implied) != implied:
-        raise refused(key, section[name], f"{implied} because run.mode is {mode}; leave it out, or set run.mode to async")
+        raise refused(key, section[name], f"{implied} because {because}; leave either out")
     return {**section, name: implied}

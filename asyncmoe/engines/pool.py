@@ -74,6 +74,7 @@ class Pool:
         recalled_tokens: recorded tokens that unfinished episodes reused after a restart.
         lineage: lineage of the versions that arrive from now on: how often steps were trained again (`asyncmoe.queue.fold`).
         elsewhere: rollout workers that send requests to these engines; None: there are none.
+        asleep: whether engines have no turn on their devices (`asyncmoe.occupancy`).
         returns: given the seconds since the last engine was lost, returns whether one will come back; initially always False.
 
     Args:
@@ -101,6 +102,7 @@ class Pool:
         self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
         self.returns: Callable[[float], bool] = lambda _: False
         self.elsewhere: Gates | None = None
+        self.asleep = False
         self._none_since: float | None = None
         self.members = [Member(engine) for engine in engines]
         self._lengths = Lengths()
@@ -207,7 +209,9 @@ class Pool:
             member.idle(self._record)
 
     def release(self) -> None:
-        """Open the gate; engines with requests count as generating again."""
+        """Open the gate; engines with requests count as generating again. The gate stays closed while engines are asleep."""
+        if self.asleep:
+            return
         for member in self.members:
             member.generates()
         self._gate.open()

@@ -132,7 +132,7 @@ class Controller:
             config.engines.hang_timeout_s * PAUSE_SHARE,
             None if succession is None else succession.note,
         )
-        self._coordinator = WeightUpdateCoordinator(driver, self._published)
+        self._coordinator = WeightUpdateCoordinator(driver, self._published, config.engines.start_timeout_s)
         self._lifecycle = EngineLifecycle(config, self._pool, self._coordinator, succession)
         if succession is not None:
             self._coordinator.succeed(succession.epoch, succession.weights.landed)

@@ -22,7 +22,7 @@ from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import Hello, TrainerMessage
+from asyncmoe.rpc.messages import Hello, TrainerMessage, TurnAwaited
 from asyncmoe.rpc.peers import check, check_digest, facts
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
@@ -78,7 +78,7 @@ class TrainerSession:
                 f"{name}: sent by the trainer started as number {epoch}, but number {self._newest} has taken its place: "
                 "this process is left over and must end"
             )
-        if not isinstance(request, Hello) and self._served >= 0 and epoch != self._served:
+        if not isinstance(request, Hello | TurnAwaited) and self._served >= 0 and epoch != self._served:
             raise ProtocolError(f"{name}: sent before Hello by the trainer started as number {epoch}, expected Hello first")
 
     async def joined(self) -> BoundedQueue:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from asyncmoe.log.log import Number
+from asyncmoe.occupancy import Event, Turn
 from asyncmoe.rpc.base import Count, Message, Wait
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
@@ -109,6 +110,14 @@ class Goodbye(TrainerMessage, frozen=True):
 
     rank: Count
     finished: bool
+
+
+class TurnAwaited(TrainerMessage, frozen=True):
+    """Trainer and engines use the same devices in turn, and the trainer waits for a state; it holds no more memory than that allows."""
+
+    turn: Turn
+    event: Event | None = None
+    """What the trainer says first: it has started, or given up memory that it could have kept."""
 
 
 # ---------------------------------------------------------------- requests: weights
@@ -350,7 +359,8 @@ class Refused(Message, frozen=True):
 
 
 QueueRequest = Hello | Lease | FindWorker | Commit | Saved | Evaluations | Goodbye
-WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
+WeightsUpdate = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort
+WeightsRequest = WeightsUpdate | EnginesAsk | TurnAwaited
 EngineRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 Request = QueueRequest | WeightsLoaded | WeightsRequest | EngineRequest | WorkerJoin | WorkerRequest
 EngineReply = Engines | EngineJoined | EngineOrder | EngineNodes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, RunStopping, WeightSyncError
+from asyncmoe.occupancy import Event, Turn
 from asyncmoe.platform import collectives
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
@@ -30,9 +31,11 @@ from asyncmoe.trainer import loaded_weights, start
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client, held
+from asyncmoe.trainer.device_turns import DeviceTurns
 from asyncmoe.trainer.learned import Learned
 from asyncmoe.trainer.model import checkpoint_choice, gpt, mesh
 from asyncmoe.trainer.model.checkpoint_saver import Saver
+from asyncmoe.trainer.model.sleep import Sleeper
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
@@ -60,11 +63,16 @@ def run(config: Config) -> None:
     """Train until all steps are done or the controller asks to stop. Collective over torchrun's ranks."""
     place, plugins = start.join(config)
     newest = checkpoint_choice.choose(config.run.dir, place)
+    turns = DeviceTurns(config, place) if config.in_turn else None
+    if turns is not None:
+        turns.wait_for(Turn.TRAINING, Event.STARTED)
     built, adam, done = start.load(config, place, newest)
+    if turns is not None:
+        turns.sleeper = Sleeper(built, adam, config.run.dir)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
-    Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
+    Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, turns).run()
     # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
     # fail.
     weights.close()
@@ -85,7 +93,9 @@ class Trainer:
         expected: ExpectedChecksums,
         done: int,
         plugins: Plugins,
+        turns: DeviceTurns | None = None,
     ) -> None:
+        self._turns = turns
         place = built.mesh
         self._config, self._mesh, self._model, self._client = config, place, built, client
         routing = models.kept_routing(config, built.hf)
@@ -142,6 +152,7 @@ class Trainer:
                 self._tell_saved()
                 begin = unix()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
+                self._take_turn(Turn.TRAINING)
                 if leased.stop:
                     return True
                 with self._profiler.step(self._step + 1):
@@ -199,13 +210,17 @@ class Trainer:
         self._step += 1
         warm = self._step == self._config.warmup.steps
         published: Published | None = None
+        every = self._config.checkpoint_every
+        saves = warm or (every and self._step % every == 0)
+        if saves and self._turns is not None:  # afterwards the optimizer's state sleeps
+            self._save()
+            self._saver.settle()
         if self._config.warmup.steps < self._step < self._total and self._due:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
         self._record(leased, phase, learned, published, (begin, got, trained))
-        every = self._config.checkpoint_every
-        if warm or (every and self._step % every == 0):
+        if saves and self._turns is None:
             self._save()
         if warm and self._due:
             with self._waiting_for_sync(), mark("publish"):
@@ -218,11 +233,20 @@ class Trainer:
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
 
     def _begin_sync(self) -> None:
+        """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
         gpt.gather_weights(self._model)
-        if self._behind:
+        self._take_turn(Turn.WAKING)
+        if self._behind and self._turns is None:  # else engines have none of the weights that they loaded
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
         self._sync.begin(self._step)
         self._behind = False
+        if self._turns is not None:
+            self._sync.settle()
+            self._take_turn(Turn.GENERATING)
+
+    def _take_turn(self, turn: Turn) -> None:
+        if self._turns is not None:
+            self._turns.wait_for(turn)
 
     def _before_update(self) -> None:
         with self._waiting_for_sync(), mark("wait for weight sync"):

@@ -191,6 +191,8 @@ def command(
         switches.append("--trust-remote-code")
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
+    if config.in_turn:
+        switches += ["--enable-memory-saver", *(["--enable-weights-cpu-backup"] if adapter is not None else ())]
     if adapter is not None:
         switches += lora.flags(adapter, sglang_arguments.number(section.args, lora.LIMIT))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]

@@ -9,12 +9,14 @@ from typing import Any
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, Disagreement, RunStopping, WaitTimeout, WeightSyncError
+from asyncmoe.occupancy import Event
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
     EngineInfo,
     Engines,
     EnginesAsk,
+    TurnAwaited,
     WeightsAbort,
     WeightsBegin,
     WeightsBucket,
@@ -25,6 +27,7 @@ from asyncmoe.rpc.messages import (
     WeightsStage,
 )
 from asyncmoe.weights.coordinator import checksums, state, ways
+from asyncmoe.weights.coordinator.device_turns import DeviceTurns
 from asyncmoe.weights.coordinator.driver import Failures, OpenUpdate, UpdateDriver, on_each, raise_first
 from asyncmoe.weights.coordinator.roster import EngineSet
 
@@ -36,11 +39,12 @@ class WeightUpdateCoordinator:
     """Answers the sender's requests by driving all engines.
 
     Args:
+        start_s: limit on the wait for an engine to start, where devices are used in turn.
         driver: drives the engines; its `timeout_s` also limits how long the sender may be silent while engines are paused.
         published: called with a version, and awaited, once every engine serves that version.
     """
 
-    def __init__(self, driver: UpdateDriver, published: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(self, driver: UpdateDriver, published: Callable[[int], Awaitable[None]], start_s: float = 0.0) -> None:
         self.driver, self._published = driver, published
         self._pool, self._timeout_s = driver.pool, driver.timeout_s
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,6 +54,7 @@ class WeightUpdateCoordinator:
         self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
         self._one = asyncio.Lock()
         self._kept: checksums.Checksums = ()
+        self._turns = DeviceTurns(driver, start_s)
 
     def succeed(self, epoch: int, landed: bool) -> None:
         """Continue with the engines of earlier controllers.
@@ -89,8 +94,8 @@ class WeightUpdateCoordinator:
         return self.driver.current is not None and member in self.driver.current.members
 
     def paused(self, member: Member) -> bool:
-        """Return True if this engine cannot sample at the moment: it is paused for an open update."""
-        return self.driver.current is not None and member.engine.name in self.driver.current.paused
+        """Return True if this engine cannot sample at the moment: it is paused for an open update, or sleeps."""
+        return self._pool.asleep or (self.driver.current is not None and member.engine.name in self.driver.current.paused)
 
     async def compare_loaded(self, expected: checksums.Checksums, kept: bool) -> None:
         """Compare the weights that all engines loaded from the model's files with the trainer's; an engine lost meanwhile is fenced.
@@ -147,10 +152,19 @@ class WeightUpdateCoordinator:
         """
         if isinstance(request, EnginesAsk):
             return await self._engines(request)  # changes no engine
+        if isinstance(request, TurnAwaited):
+            return await self._pass_turn(request)
         answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)
         return await answering
+
+    async def _pass_turn(self, request: TurnAwaited) -> Done:
+        if request.event is Event.STARTED:
+            await self.wait_started()
+            await self.forget_sender("a trainer has started")
+        await self._turns.wait_for(request.turn, request.event)
+        return Done()
 
     async def _in_turn(self, request: WeightsRequest, check: Callable[[], None]) -> Engines | Committed | Done:
         """Answer requests one at a time, in the sender's order; only an abort interrupts a waiting request."""

@@ -231,7 +231,11 @@ class UpdateDriver:
 
     async def fencing(self, update: OpenUpdate, action: Callable[[Member], Awaitable[None]]) -> Failures:
         """Run `action` on every engine that is not fenced; fence those that fail."""
-        failed = await on_each([member for member in update.members if member.fenced is None], action)
+        return await self.fence_failing([member for member in update.members if member.fenced is None], action)
+
+    async def fence_failing(self, members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:
+        """Run `action` on engines; fence those that fail."""
+        failed = await on_each(members, action)
         for member, error in failed:
             self.pool.fence(member, str(error))
         return failed

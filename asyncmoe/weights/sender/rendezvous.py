@@ -205,7 +205,8 @@ class TrainerRanks:
             return MeetingOutcome(str(error))
         ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
         failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-        return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
+        in_place = self.config.in_turn or cards.in_place(_cards(ready))
+        return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), in_place)
 
     def _of_rank_0(self, act: Callable[[], T]) -> T:
         """Return rank 0's result of `act`, which must not be None, on every rank.

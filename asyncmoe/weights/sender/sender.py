@@ -198,6 +198,8 @@ class Sender:
                     arrays=lambda: (self._tensors, None),
                     update=lambda: self._number,
                 )
+            elif self._ranks.config.in_turn:
+                self._exchanger.bind(self._tensors)  # they have been elsewhere meanwhile
             self._exchanger.run(met.terms.timeout_s, encoder=None if base is None else self._encoder)
         except Exception as error:
             met.store.fail(self._number, key, self._said(error))

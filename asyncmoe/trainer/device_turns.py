@@ -1,0 +1,53 @@
+"""The trainer's end of devices in turn (`asyncmoe.occupancy`): releases memory that the next state does not allow, and waits for it."""
+
+from __future__ import annotations
+
+from asyncmoe.config import Config
+from asyncmoe.occupancy import HOLDS, TRAINER, Event, Turn
+from asyncmoe.platform import collectives
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import ANSWER_S, Client
+from asyncmoe.rpc.environment import trainer_epoch
+from asyncmoe.rpc.messages import TurnAwaited
+from asyncmoe.telemetry import heartbeats
+from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.model.sleep import Sleeper
+
+
+class DeviceTurns:
+    """Waits for the trainer's turns. Every rank makes the same calls.
+
+    Attributes:
+        sleeper: this rank's memory; None until the model is built.
+    """
+
+    def __init__(self, config: Config, place: Mesh) -> None:
+        self.sleeper: Sleeper | None = None
+        self._turn, self._first = Turn.GENERATING, place.rank == 0
+        self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
+        self._client = Client(
+            keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.turns", trainer_epoch()
+        )
+
+    def wait_for(self, turn: Turn, event: Event | None = None) -> None:
+        """Wait until this state is reached, holding only what it allows too. Collective over all ranks.
+
+        Raises:
+            AsyncmoeError: the controller's failure; only rank 0 raises it, and its exit ends the other ranks.
+        """
+        if turn is self._turn and event is None:
+            return
+        heartbeats.beat(f"waiting for its turn: {turn.value}")
+        if self.sleeper is not None:
+            self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
+        collectives.barrier()
+        if self._first:
+            self._client.ask(TurnAwaited(turn, event), self._limit_s)
+        collectives.barrier()
+        if self.sleeper is not None:
+            self.sleeper.hold(HOLDS[turn] & TRAINER)
+        self._turn = turn
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()

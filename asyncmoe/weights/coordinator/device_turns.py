@@ -1,0 +1,90 @@
+"""The controller's end of devices in turn (`asyncmoe.occupancy`): has engines release and take memory as the trainer waits for its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.types import Memory as Tag
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.occupancy import ENGINE, HOLDS, Event, Held, Memory, Turn, after, step
+from asyncmoe.weights.coordinator.driver import UpdateDriver
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.02
+_TAGS: dict[Memory, tuple[Tag, ...]] = {Memory.WEIGHTS: ("weights",), Memory.CACHE: ("kv_cache", "cuda_graph")}
+
+
+class DeviceTurns:
+    """Passes the turn on. An engine that fails on the way is fenced.
+
+    Attributes:
+        turn: the state.
+
+    Args:
+        start_s: limit on the wait for an engine to start.
+    """
+
+    def __init__(self, driver: UpdateDriver, start_s: float) -> None:
+        self.turn = Turn.GENERATING
+        self._driver, self._pool, self._start_s = driver, driver.pool, start_s
+        self._held: dict[Member, Held] = {}
+        self._one = asyncio.Lock()
+
+    async def wait_for(self, wanted: Turn, event: Event | None = None) -> None:
+        """Answer a trainer that waits for a state.
+
+        Args:
+            event: what the trainer says first: `Event.STARTED` or `Event.YIELDED`.
+
+        Raises:
+            InvariantBroken: it is out of turn.
+            WaitTimeout: responses did not end, or no engine started, in time.
+        """
+        async with self._one:
+            if event is not None:
+                await self._pass(event)
+            until = time.monotonic() + self._start_s
+            while self.turn is not wanted:
+                found = step(self.turn, wanted, engines=len(self._pool.present), starting=False)
+                if found is not None:
+                    await self._pass(found)
+                elif time.monotonic() > until:
+                    raise WaitTimeout("devices in turn", f"an engine to start, {self.turn.value} until then", self._start_s)
+                else:
+                    await asyncio.sleep(_POLL_S)
+
+    async def _pass(self, event: Event) -> None:
+        turn = after(self.turn, event)
+        log.info("devices in turn: %s, so %s", event.value, turn.value)
+        if turn is Turn.DRAINING:
+            await self._drain()
+        else:
+            held = HOLDS[turn] & ENGINE
+            await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held))
+        self.turn = turn
+        if turn is Turn.GENERATING:
+            self._pool.asleep = False
+            self._pool.release()
+
+    async def _drain(self) -> None:
+        """Let no request in, and cut short those at engines, which `rollout.interruption` continues later."""
+        self._pool.asleep = True
+        self._pool.hold()
+        until = time.monotonic() + self._driver.timeout_s
+        while count := await self._pool.held():
+            if time.monotonic() > until:
+                raise WaitTimeout("devices in turn", f"the end of {count} responses", self._driver.timeout_s)
+            await self._driver.fence_failing(self._pool.present, lambda member: member.engine.client.abort())
+            await asyncio.sleep(_POLL_S)
+
+    async def _hold(self, member: Member, held: Held) -> None:
+        """Have an engine hold this of its memory."""
+        now, client, limit = self._held.get(member, ENGINE), member.engine.client, self._driver.timeout_s
+        if gone := [tag for kind in sorted(now - held) for tag in _TAGS[kind]]:
+            await client.release_memory(gone, limit)
+        if back := [tag for kind in sorted(held - now) for tag in _TAGS[kind]]:
+            await client.resume_memory(back, limit)
+        self._held[member] = held

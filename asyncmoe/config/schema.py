@@ -67,8 +67,8 @@ class Config(Section):
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
     placement: Literal["split", "colocated"] = "split"
-    """split: trainer and engines have devices of their own. colocated: they use the same devices in turn; while one works, the memory of the
-    other is free or on the host (sets run.mode sync and rollout.interruption abort_resume)."""
+    """split: trainer and engines have devices of their own. colocated: they use the same devices in turn; while one works, the other's
+    memory is free or on the host (sets run.mode sync and rollout.interruption abort_resume)."""
     launch: Literal["local", "ray"] = "local"
     """Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."""
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine_node import serve_node
-from asyncmoe.engines.engine_stay import ServerLost, coming, controller, stay, unless
+from asyncmoe.engines.engine_stay import ServerLost, coming, controller, may_start, stay, unless
 from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import UserError
 from asyncmoe.process import named
@@ -107,6 +107,8 @@ async def _serve_once(config: Config, name: str, index: int, memory: Sequence[st
     """
     host, key, again = address.reachable(config.cluster.network), secrets.token_urlsafe(32), restart > 0
     with coming(again=again):
+        if config.in_turn and not await unless(stop, may_start(config, name)):
+            return
         engine = backend.start(name, config, index, host=host, key=key, seed=_seed(name, restart), memory=memory)
     try:
         with coming(again=again):

@@ -18,7 +18,7 @@ from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.async_client import AsyncClient
-from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineStarts
 from asyncmoe.rpc.node_messages import EngineNodes
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
@@ -125,6 +125,14 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
         if engine is not None and engine.died is not None:
             raise ServerLost(f"{engine.name} died: {engine.died}")
         await asyncio.sleep(_POLL_S)
+
+
+async def may_start(config: Config, name: str) -> bool:
+    """Wait until an engine that uses the trainer's devices in turn may start. Raises WaitTimeout: the controller does not answer."""
+    rendezvous = await controller(config.run.dir, config.engines.start_timeout_s)
+    with contextlib.closing(AsyncClient(rendezvous, rendezvous.controller)) as client:
+        await client.ask(EngineStarts(name), config.queue.lease_timeout_s)
+    return True
 
 
 def obey(name: str, order: EngineOrder | EngineNodes) -> None:

@@ -238,6 +238,12 @@ class EngineJoin(Message, frozen=True):
     """Where the ranks meet, if there are several machines (`EngineNodes.meeting`)."""
 
 
+class EngineStarts(Message, frozen=True):
+    """An engine that uses the trainer's devices in turn asks to start. Answered once it may; until it joins, no other turn begins."""
+
+    name: str
+
+
 class EngineAlive(Message, frozen=True):
     """Heartbeat of an engine. Answered once there is an order for the engine, or after `wait_s`."""
 
@@ -360,7 +366,7 @@ class Refused(Message, frozen=True):
 
 QueueRequest = Hello | Lease | FindWorker | Commit | Saved | Evaluations | Goodbye
 WeightsUpdate = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort
-WeightsRequest = WeightsUpdate | EnginesAsk | TurnAwaited
+WeightsRequest = WeightsUpdate | EnginesAsk | TurnAwaited | EngineStarts
 EngineRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 Request = QueueRequest | WeightsLoaded | WeightsRequest | EngineRequest | WorkerJoin | WorkerRequest
 EngineReply = Engines | EngineJoined | EngineOrder | EngineNodes

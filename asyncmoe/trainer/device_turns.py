@@ -39,7 +39,8 @@ class DeviceTurns:
             return
         heartbeats.beat(f"waiting for its turn: {turn.value}")
         if self.sleeper is not None:
-            self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
+            kept = HOLDS[Turn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
+            self.sleeper.hold(kept & TRAINER)
         collectives.barrier()
         if self._first:
             self._client.ask(TurnAwaited(turn, event), self._limit_s)

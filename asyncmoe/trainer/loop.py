@@ -151,7 +151,7 @@ class Trainer:
             while self._step < self._total:
                 self._tell_saved()
                 begin = unix()
-                leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
+                leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check, self._any_has)
                 self._take_turn(Turn.TRAINING)
                 if leased.stop:
                     return True
@@ -238,11 +238,35 @@ class Trainer:
         self._take_turn(Turn.WAKING)
         if self._behind and self._turns is None:  # else engines have none of the weights that they loaded
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
-        self._sync.begin(self._step)
-        self._behind = False
         if self._turns is not None:
-            self._sync.settle()
-            self._take_turn(Turn.GENERATING)
+            self._publish_in_turn(self._turns)
+        else:
+            self._sync.begin(self._step)
+        self._behind = False
+
+    def _publish_in_turn(self, turns: DeviceTurns) -> None:
+        """Publish, and leave the devices to the engines. If all are lost meanwhile, they start again only after this trainer's turn."""
+        for left in reversed(range(self._config.engines.restarts + 1)):
+            try:
+                self._sync.begin(self._step)
+                self._sync.settle()
+                break
+            except WeightSyncError as error:
+                if not left:
+                    raise
+                log.warning("%s; waiting for an engine to start", error)
+                turns.wait_for(Turn.WAKING, Event.YIELDED)
+        turns.wait_for(Turn.GENERATING)
+
+    def _any_has(self, got: bool) -> bool:
+        """Return whether any rank has the batch. If engines that use the same devices in turn have lost the weights, send them again."""
+        if self._turns is None:
+            return got
+        if any(collectives.everyones(got)):
+            return True
+        if self._phase == "rl" and collectives.everyones(self._first and self._sync.starving())[0]:
+            self._begin_sync()
+        return False
 
     def _take_turn(self, turn: Turn) -> None:
         if self._turns is not None:

@@ -106,11 +106,14 @@ def microbatches(
     return MicroBatches(make, rows, [batch.places_of(indices, of, mesh.grid) for indices, of in zip(mine, lengths, strict=True)])
 
 
-def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
+def lease(
+    client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None], together: Callable[[bool], bool] = lambda got: got
+) -> Leased:
     """Lease the batch of step `step`; every rank gets the same answer.
 
     Args:
         check: called periodically; an exception it raises ends the wait.
+        together: returns whether any rank has the batch, given whether this one has; may be collective.
 
     Raises:
         WaitTimeout: the engines produced no batch within `queue.lease_timeout_s`.
@@ -120,8 +123,8 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
         check()
         heartbeats.beat(f"waiting for the batch of step {step + 1}")
         reply = _asked(client, config, step, phase, min(_PATIENCE_S, max(0.0, until - time.monotonic())))
-        if reply.items or reply.stop:
-            return reply
+        if together(got := bool(reply.items or reply.stop)):
+            return reply if got else _asked(client, config, step, phase, _PATIENCE_S)
         if time.monotonic() >= until:
             raise WaitTimeout("the engines", f"a batch for step {step}", config.queue.lease_timeout_s)
 

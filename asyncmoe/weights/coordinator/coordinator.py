@@ -16,6 +16,7 @@ from asyncmoe.rpc.messages import (
     EngineInfo,
     Engines,
     EnginesAsk,
+    EngineStarts,
     TurnAwaited,
     WeightsAbort,
     WeightsBegin,
@@ -154,6 +155,9 @@ class WeightUpdateCoordinator:
             return await self._engines(request)  # changes no engine
         if isinstance(request, TurnAwaited):
             return await self._pass_turn(request)
+        if isinstance(request, EngineStarts):
+            await self._turns.let_start(request.name)
+            return Done()
         answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)

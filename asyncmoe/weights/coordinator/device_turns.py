@@ -9,7 +9,7 @@ import time
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.types import Memory as Tag
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.occupancy import ENGINE, HOLDS, Event, Held, Memory, Turn, after, step
+from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, Event, Held, Memory, Turn, after, step
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class DeviceTurns:
         self.turn = Turn.GENERATING
         self._driver, self._pool, self._start_s = driver, driver.pool, start_s
         self._held: dict[Member, Held] = {}
+        self._starting: dict[str, float] = {}  # engines, and when each must have joined at the latest
         self._one = asyncio.Lock()
 
     async def wait_for(self, wanted: Turn, event: Event | None = None) -> None:
@@ -48,7 +49,7 @@ class DeviceTurns:
                 await self._pass(event)
             until = time.monotonic() + self._start_s
             while self.turn is not wanted:
-                found = step(self.turn, wanted, engines=len(self._pool.present), starting=False)
+                found = step(self.turn, wanted, engines=len(self._pool.present), starting=self._any_starts())
                 if found is not None:
                     await self._pass(found)
                 elif time.monotonic() > until:
@@ -56,11 +57,23 @@ class DeviceTurns:
                 else:
                     await asyncio.sleep(_POLL_S)
 
+    async def let_start(self, name: str) -> None:
+        """Wait until an engine may start, and count it as starting until it joins."""
+        while self.turn not in MAY_START:
+            await asyncio.sleep(_POLL_S)
+        self._starting[name] = time.monotonic() + self._start_s
+
+    def _any_starts(self) -> bool:
+        here, now = {member.engine.name for member in self._pool.present}, time.monotonic()
+        self._starting = {name: until for name, until in self._starting.items() if name not in here and now < until}
+        return bool(self._starting)
+
     async def _pass(self, event: Event) -> None:
         turn = after(self.turn, event)
         log.info("devices in turn: %s, so %s", event.value, turn.value)
         if turn is Turn.DRAINING:
             await self._drain()
+            await self._driver.note("writing", self._pool.version)  # a successor must not take over engines that sleep
         else:
             held = HOLDS[turn] & ENGINE
             await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held))
@@ -68,6 +81,7 @@ class DeviceTurns:
         if turn is Turn.GENERATING:
             self._pool.asleep = False
             self._pool.release()
+            self._driver.settled()
 
     async def _drain(self) -> None:
         """Let no request in, and cut short those at engines, which `rollout.interruption` continues later."""

@@ -143,8 +143,7 @@ class UpdateDriver:
             await asyncio.sleep(_ENDING_S)
         update.state = state.pause(update.state)
         await self._interrupt(update)
-        if self._note is not None:
-            await self._note(self._holding(changing, update.version))
+        await self.note(changing, update.version)
 
     async def _pause(self, update: OpenUpdate) -> Failures:
         """Pause all engines at the same time; return those that failed.
@@ -203,7 +202,7 @@ class UpdateDriver:
             WeightSyncError: the update is already being concluded.
         """
         update.state = state.conclude(update.state)
-        if update.state.phase is UpdatePhase.LOADING:
+        if update.state.phase is UpdatePhase.LOADING and not self.pool.asleep:  # else they get all weights before they sample
             self.fence_all(update, why)
         await self.give_up(update)
 
@@ -227,7 +226,7 @@ class UpdateDriver:
             self.current = None
             if update.state.gate_closed:
                 self.pool.release()
-                self._settled()
+                self.settled()
 
     async def fencing(self, update: OpenUpdate, action: Callable[[Member], Awaitable[None]]) -> Failures:
         """Run `action` on every engine that is not fenced; fence those that fail."""
@@ -261,9 +260,14 @@ class UpdateDriver:
         version, lineage = self._served  # if no engine serves, what engines last served, as restarted engines have no version
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
-    def _settled(self) -> None:
-        """Save that no engine is changing any more. Nothing waits for the save: until it is done, engines only seem to be changing."""
+    async def note(self, changing: Changing, coming: int) -> None:
+        """Save that engines are changing."""
         if self._note is not None:
+            await self._note(self._holding(changing, coming))
+
+    def settled(self) -> None:
+        """Save that no engine is changing any more. Nothing waits for the save: until it is done, engines only seem to be changing."""
+        if self._note is not None and not self.pool.asleep:
             task = asyncio.ensure_future(_told(self._note(self._holding())))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)

@@ -56,6 +56,10 @@ class Publisher:
     def check(self) -> None:
         """Raise the error of the version being published, if it has failed; do not wait."""
 
+    def starving(self) -> bool:
+        """Return whether no engine generates because all lack a version. Call it on rank 0 while nothing is sent."""
+        return False
+
     def wait_sent(self) -> None:
         """Wait until the weights may change: this rank has sent its part of the version."""
 

@@ -179,8 +179,8 @@ class TrainerRanks:
         def keep() -> str:
             nonlocal store, roster
             until = time.monotonic() + self.config.engines.start_timeout_s
-            while (engines := self.engines()).awaited and time.monotonic() <= until:
-                time.sleep(_POLL_S)  # there is no engine, but one will come back
+            while (engines := self.engines()).awaited and time.monotonic() <= until and not self.config.in_turn:
+                time.sleep(_POLL_S)  # there is no engine, but one will come back; in turn, only after the trainer's
             roster = engines.roster
             if not engines.engines:
                 raise WeightSyncError("no engine is left")

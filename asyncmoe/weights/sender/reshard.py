@@ -90,6 +90,9 @@ class ReshardPublisher(Publisher):
         if self._running is not None and self._running.done():
             self._running.result()
 
+    def starving(self) -> bool:
+        return self._ranks.starving()
+
     def wait_sent(self) -> None:
         if self._model.adapter is not None:
             return  # an adapter is sent from a copy

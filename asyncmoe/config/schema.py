@@ -15,7 +15,7 @@ from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
-from asyncmoe.config.fields import Section, refused
+from asyncmoe.config.fields import Section, refused, said
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.model import ModelSection
@@ -204,6 +204,22 @@ class Config(Section):
         if self.cluster.network != "loopback":
             expected = f"loopback {because}: the trainer and all engines are on one machine"
             raise refused("cluster.network", self.cluster.network, expected, "leave it out, or set engines.share_gpus to false")
+        return self
+
+    @model_validator(mode="after")
+    def _check_colocated(self) -> Config:
+        """Refuse what needs engines on other machines, in one's own Ray bundle, or with their old weights."""
+        allowed = {
+            "sync.method": (self.sync.method, "reshard"),
+            "sync.delta": (self.sync.delta, "off"),
+            "cluster.network": (self.cluster.network, "loopback"),
+            "launch": (self.launch, "local"),
+            "engines.join": (self.engines.join, False),
+            "engines.share_gpus": (self.engines.share_gpus, False),
+        }
+        for key, (got, only) in allowed.items() if self.in_turn else ():
+            if got != only:
+                raise refused(key, said(got), f"{said(only)} because placement is colocated; leave either out")
         return self
 
     @property

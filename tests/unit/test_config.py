@@ -233,6 +233,22 @@ def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None
     assert load(file, ["rollout.temperature=0.9"]).digest != load(file).digest
 
 
+def test_colocated_sets_what_it_needs_and_refuses_the_rest() -> None:
+    made = parse(with_value("placement", "colocated"))
+    assert (made.run.mode, made.rollout.interruption, made.queue.staleness.max_staleness) == ("sync", "abort_resume", 0)
+    for key, value in (
+        ("run.mode", "async"),
+        ("rollout.interruption", "in_place"),
+        ("sync.method", "broadcast"),
+        ("sync.delta", "auto"),
+        ("cluster.network", "10.0.0.0/8"),
+        ("launch", "ray"),
+        ("engines.join", True),
+        ("engines.share_gpus", True),
+    ):
+        assert key in refused({**with_value(key, value), "placement": "colocated"}).what
+
+
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
     sync, ahead = parse(with_value("run.mode", "sync")), parse(with_value("run.mode", "one_step_off"))
     assert (sync.queue.staleness.max_staleness, sync.rollout.interruption) == (0, "in_place")

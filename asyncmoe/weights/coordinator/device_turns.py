@@ -8,7 +8,7 @@ import time
 
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.types import Memory as Tag
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, Event, Held, Memory, Turn, after, step
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 
@@ -32,6 +32,7 @@ class DeviceTurns:
         self._driver, self._pool, self._start_s = driver, driver.pool, start_s
         self._held: dict[Member, Held] = {}
         self._starting: dict[str, float] = {}  # engines, and when each must have joined at the latest
+        self._starts = 0  # of trainers
         self._one = asyncio.Lock()
 
     async def wait_for(self, wanted: Turn, event: Event | None = None) -> None:
@@ -42,13 +43,18 @@ class DeviceTurns:
 
         Raises:
             InvariantBroken: it is out of turn.
+            ProtocolError: another trainer has started meanwhile.
             WaitTimeout: responses did not end, or no engine started, in time.
         """
+        self._starts += event is Event.STARTED
+        mine = self._starts
         async with self._one:
             if event is not None:
                 await self._pass(event)
             until = time.monotonic() + self._start_s
             while self.turn is not wanted:
+                if mine != self._starts:
+                    raise ProtocolError("devices in turn: another trainer has taken this one's place")
                 found = step(self.turn, wanted, engines=len(self._pool.present), starting=self._any_starts())
                 if found is not None:
                     await self._pass(found)
@@ -69,7 +75,7 @@ class DeviceTurns:
         return bool(self._starting)
 
     async def _pass(self, event: Event) -> None:
-        turn = after(self.turn, event)
+        self.turn = turn = after(self.turn, event)  # at once: from here on no engine starts that may not in the new state
         log.info("devices in turn: %s, so %s", event.value, turn.value)
         if turn is Turn.DRAINING:
             await self._drain()
@@ -77,7 +83,6 @@ class DeviceTurns:
         else:
             held = HOLDS[turn] & ENGINE
             await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held))
-        self.turn = turn
         if turn is Turn.GENERATING:
             self._pool.asleep = False
             self._pool.release()

@@ -32,7 +32,7 @@ class Wanted:
         engines: number of engines, or of parts of engines over several machines.
         tp: GPUs of each engine or part.
         first: the first GPU of engine 0.
-        share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
+        share: an engine and a trainer rank may use the same GPU (`Config.shares_gpus`).
         parted: `engines` counts parts of engines over several machines.
     """
 
@@ -82,7 +82,7 @@ def first_gpu(config: Config, several: bool) -> int:
     engines = config.engines
     if engines.first_gpu is not None:
         return engines.first_gpu
-    return 0 if several or engines.share_gpus else config.trainer.ranks
+    return 0 if several or config.shares_gpus else config.trainer.ranks
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
@@ -90,7 +90,7 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
-        return (Wanted(trainer.ranks, engines.count, engines.tp, first, engines.share_gpus),)
+        return (Wanted(trainer.ranks, engines.count, engines.tp, first, config.shares_gpus),)
     return (
         Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.ranks_per_node, first),
         Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, parted=engines.nodes > 1),

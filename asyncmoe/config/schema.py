@@ -220,6 +220,9 @@ class Config(Section):
         for key, (got, only) in allowed.items() if self.in_turn else ():
             if got != only:
                 raise refused(key, said(got), f"{said(only)} because placement is colocated; leave either out")
+        if self.in_turn and (why := unshared(self.sync.transport)):
+            expected = f"{choices(shareable)} because placement is colocated: {why}"
+            raise refused("sync.transport", self.sync.transport, expected, "leave it out")
         return self
 
     @property
@@ -236,6 +239,11 @@ class Config(Section):
     def in_turn(self) -> bool:
         """True if trainer and engines use the same devices in turn."""
         return self.placement == "colocated"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if trainer and engines use the same GPUs, in turn or at once."""
+        return self.in_turn or self.engines.share_gpus
 
     @property
     def survives_controller(self) -> bool:

@@ -74,6 +74,7 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
             "run": config.run.model_copy(update={"dir": folder, "steps": 0}),
             "model": config.model.model_copy(update={"path": model, "make": None}),
             "train": "full",
+            "placement": "split",
             "trainer": TrainerSection(),
             "engines": engines.model_copy(update={"first_gpu": engines.first_gpu or 0, "share_gpus": False, "nodes": 1}),
             "evaluation": asked.model_copy(update={"every": 1, "max_concurrent": asked.max_concurrent or config.max_concurrent}),

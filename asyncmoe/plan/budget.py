@@ -129,7 +129,7 @@ def stages(config: Config, hf: Hf, gpu_gb: float, cpu: bool = False) -> bool:
 
     Raises: as `of_run`.
     """
-    if config.sync.method != "reshard":
+    if config.sync.method != "reshard" or config.in_turn:
         return False
     if cpu:
         return True
@@ -263,7 +263,7 @@ def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> E
 def _communicators(config: Config, cpu: bool) -> int:
     """Return the bytes of the NCCL communicator over which a rank exchanges weights."""
     sync = config.sync
-    over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.engines.share_gpus)].nccl
+    over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.shares_gpus)].nccl
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return sync.nccl_max_ctas * CTA_BYTES

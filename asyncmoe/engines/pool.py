@@ -258,7 +258,7 @@ class Pool:
 
         The process that would report the server's end may be gone too. The loss of a whole machine shows only in missing heartbeats.
         """
-        if member.fenced is not None or await member.engine.client.alive(_PROBE_S):
+        if self.asleep or member.fenced is not None or await member.engine.client.alive(_PROBE_S):
             return False
         with suppress(TrajectoryRejected, TimeoutError):
             async with asyncio.timeout(_PROBE_S), self._asking(member):

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 POISON = 0xFF
-"""Every byte of resumed memory: NaN in floats of any size, -1 in integers."""
+"""Every byte of resumed memory: NaN in floats, also in float8_e4m3fn, and -1 in signed integers."""
 ACTION = "poisoned"
 """Action of `/weights_checker` that returns `CpuMemorySaver.poisoned` of each rank in place of checksums."""
 _WEIGHTS = "weights"

@@ -4,6 +4,8 @@ SGLang releases and resumes memory by tag through an adapter of torch_memory_sav
 utils/torch_memory_saver_adapter.py). Here the kernel takes back the pages of the tensors made within a region, whose addresses stay valid.
 Pages that a tensor shares with other memory stay, but no contents survive: resumed memory holds `POISON` until something writes it, as on
 a GPU it holds anything. `poisoned` names what was not written.
+
+Updates must be received in place: on a CPU, an update with staging memory replaces parameters by tensors made outside the region.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 POISON = 0xFF
-"""Every byte of resumed memory: NaN in floats of any size, -1 in integers."""
+"""Every byte of resumed memory: NaN in floats, also in float8_e4m3fn, and -1 in signed integers."""
 ACTION = "poisoned"
 """Action of `/weights_checker` that returns `CpuMemorySaver.poisoned` of each rank in place of checksums."""
 _WEIGHTS = "weights"

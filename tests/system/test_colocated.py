@@ -35,7 +35,7 @@ def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("role", ROLES)
 def test_a_process_lost_in_any_state_costs_nothing(tmp_path: Path, role: str) -> None:
-    directory, steps = tmp_path / "run", 30
+    directory, steps = tmp_path / "run", 150
     shape = [one for one in trained_once.SHAPE if not one.startswith("run.steps")]
     command = start(directory, *COLOCATED, *ENDURING, *shape, f"run.steps={steps}")
     assert wait_for(lambda: len(metrics(directory)) > WARM + 1, 150)

@@ -109,6 +109,7 @@ class Trainer:
         self._total = config.warmup.steps + config.run.steps
         self._sync, self._expected, self._saver = sync, expected, Saver(config, built, adam)
         self._waits: list[tuple[float, float]] = []
+        self._published: Published | None = None  # in turn: the version that the next step's record tells of
         self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = JsonLines(config.run.dir / TRAINER_SPANS) if self._first else None
@@ -209,22 +210,24 @@ class Trainer:
         self._client.ask(Commit(leased.step, dropped), ANSWER_S)
         self._step += 1
         warm = self._step == self._config.warmup.steps
-        published: Published | None = None
-        every = self._config.checkpoint_every
-        saves = warm or (every and self._step % every == 0)
-        if saves and self._turns is not None:  # afterwards the optimizer's state sleeps
-            self._save()
-            self._saver.settle()
-        if self._config.warmup.steps < self._step < self._total and self._due:
-            with self._waiting_for_sync(), mark("publish"):
-                published = self._sync.settle()
-                self._begin_sync()
+        publishes = self._config.warmup.steps <= self._step < self._total and self._due
+        late = warm or self._turns is not None  # in turn, the optimizer's state sleeps while weights are published
+        published, self._published = self._published, None
+        if publishes and not late:
+            published = self._publish()
         self._record(leased, phase, learned, published, (begin, got, trained))
-        if saves and self._turns is None:
+        every = self._config.checkpoint_every
+        if warm or (every and self._step % every == 0):
             self._save()
-        if warm and self._due:
-            with self._waiting_for_sync(), mark("publish"):
-                self._begin_sync()
+        if publishes and late:
+            self._publish()
+
+    def _publish(self) -> Published | None:
+        """Begin to publish the weights; return the version before, once engines serve it."""
+        with self._waiting_for_sync(), mark("publish"):
+            published = self._sync.settle()
+            self._begin_sync()
+        return published
 
     @property
     def _due(self) -> bool:
@@ -236,7 +239,7 @@ class Trainer:
         """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
         gpt.gather_weights(self._model)
         self._take_turn(Turn.WAKING)
-        if self._behind and self._turns is None:  # else engines have none of the weights that they loaded
+        if self._behind and (self._turns is None or self._config.adapter is not None):  # else engines have lost what they loaded
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
         if self._turns is not None:
             self._publish_in_turn(self._turns)
@@ -249,7 +252,7 @@ class Trainer:
         for left in reversed(range(self._config.engines.restarts + 1)):
             try:
                 self._sync.begin(self._step)
-                self._sync.settle()
+                self._published = self._sync.settle()
                 break
             except WeightSyncError as error:
                 if not left:
@@ -289,6 +292,8 @@ class Trainer:
         heartbeats.beat(f"the checkpoint of step {self._step}")
         with mark("save checkpoint"):
             self._saver.save(self._step)
+            if self._turns is not None:
+                self._saver.settle()
         self._saved = self._step
         self._tell_saved()
 

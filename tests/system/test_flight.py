@@ -83,7 +83,7 @@ def test_a_run_that_lost_processes_is_trained_again_bit_for_bit(tmp_path: Path) 
     assert (status, out.startswith(f"step {WARM + steps - 3}: the learning rate")) == (1, True), out
     assert "  trainer.optimizer.lr: " in out
     short = forked(directory, WARM + 5, tmp_path / "short", "run.steps=7")
-    assert [one["step"] for one in metrics(short)] == [WARM + 6, WARM + 7]
+    assert metrics(short)[-1]["step"] == WARM + 7
     Command("pack", str(directory), str(tmp_path / "packed"), "--steps", f"{WARM + 10}:{WARM + 12}").succeed()
     shutil.rmtree(directory)
     (tmp_path / "model").unlink()

@@ -119,7 +119,7 @@ class _File:
         file = self._files[part]
         file.seek(0)
         for storage in storages:
-            file.readinto(_view(storage))  # type: ignore[attr-defined]
+            file.readinto(_view(storage))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -130,7 +130,7 @@ def _storages(tensors: Iterator[torch.Tensor]) -> dict[int, Storage]:
 
 
 def _bytes(storage: Storage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _view(storage: Storage) -> memoryview:

@@ -211,7 +211,7 @@ def meet(
     terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=20.0)
-    config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
+    config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0), in_turn=False)
     for rank, store in enumerate(stores):
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
         mesh = SimpleNamespace(rank=rank, device=place, world=2)

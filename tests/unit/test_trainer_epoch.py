@@ -8,7 +8,7 @@ import pytest
 
 from asyncmoe.rpc import messages
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
-from asyncmoe.rpc.messages import EngineRequest, TrainerMessage
+from asyncmoe.rpc.messages import EngineRequest, EngineStarts, TrainerMessage
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 
 
@@ -19,5 +19,5 @@ def test_the_launcher_says_it_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_request_is_the_trainers_or_an_engines_or_for_a_worker() -> None:
-    others = {*get_args(EngineRequest), WorkerJoin, *get_args(WorkerRequest)}
+    others = {*get_args(EngineRequest), EngineStarts, WorkerJoin, *get_args(WorkerRequest)}
     assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == others

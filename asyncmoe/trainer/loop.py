@@ -75,6 +75,8 @@ def run(config: Config) -> None:
     Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, turns).run()
     # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
     # fail.
+    if turns is not None:
+        turns.close()
     weights.close()
     client.close()
     mesh.stop()
@@ -195,7 +197,7 @@ class Trainer:
         """Run one step: train on the batch, end its lease, publish, record, save.
 
         The last step of the warm-up is recorded and saved before its weights are published, because publishing waits for engines, which may
-        never start.
+        never start; and, where engines use the same devices in turn, every step, because publishing releases the optimizer's state.
         """
         phase, got = self._phase, unix()
         self._span("wait", begin, got)
@@ -211,7 +213,7 @@ class Trainer:
         self._step += 1
         warm = self._step == self._config.warmup.steps
         publishes = self._config.warmup.steps <= self._step < self._total and self._due
-        late = warm or self._turns is not None  # in turn, the optimizer's state sleeps while weights are published
+        late = warm or self._turns is not None
         published, self._published = self._published, None
         if publishes and not late:
             published = self._publish()
@@ -237,8 +239,8 @@ class Trainer:
 
     def _begin_sync(self) -> None:
         """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
-        gpt.gather_weights(self._model)
         self._take_turn(Turn.WAKING)
+        gpt.gather_weights(self._model)
         if self._behind and (self._turns is None or self._config.adapter is not None):  # else engines have lost what they loaded
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
         if self._turns is not None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.model import MadeModel
-from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import ABORTED, Memory, Sampling
@@ -59,7 +58,7 @@ async def abort_and_release(rig: Rig) -> None:
     """Interrupt a response, as `abort_resume` does, and release everything."""
     asked = asyncio.create_task(generate(rig, 400))
     await asyncio.sleep(0.2)
-    await rig.engine.client._post("/pause_generation", {"mode": "abort"}, Acknowledged)
+    await rig.engine.client._send("/pause_generation", {"mode": "abort"})
     assert (await asked)[2] == ABORTED
     await rig.engine.client.release_memory(BOTH, 60.0)
 

@@ -119,7 +119,7 @@ def test_released_memory_is_free_and_no_cycle_keeps_any(runner: asyncio.Runner, 
             assert 0.95 * wanted < before - owned(rig) < 1.05 * wanted
             rig.run(client.resume_memory(BOTH, 60.0))
             taken.append(owned(rig))
-        assert max(taken[5:]) - min(taken[5:]) < wanted / 100
+        assert max(taken[25:]) - max(taken[:25]) < wanted / 100  # the kernel may take clean pages back at any time
 
 
 def test_with_adapters_the_weights_come_back_from_their_backup(model: Path, runner: asyncio.Runner, tmp_path: Path) -> None:

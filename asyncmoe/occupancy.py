@@ -23,7 +23,7 @@ from enum import StrEnum
 from asyncmoe.errors import InvariantBroken
 
 
-class Turn(StrEnum):
+class DeviceTurn(StrEnum):
     """See the module's docstring."""
 
     GENERATING = "generating"
@@ -33,7 +33,7 @@ class Turn(StrEnum):
     WAKING = "waking"
 
 
-class Memory(StrEnum):
+class MemoryPart(StrEnum):
     """What may be in a device's memory: of an engine, its weights, and its cache with captured graphs; of the trainer, its parameters, and
     all else (optimizer state, gradients, activations)."""
 
@@ -43,18 +43,18 @@ class Memory(StrEnum):
     STATE = "state"
 
 
-Held = frozenset[Memory]
-ENGINE: Held = frozenset({Memory.WEIGHTS, Memory.CACHE})
-TRAINER: Held = frozenset({Memory.PARAMETERS, Memory.STATE})
-HOLDS: Mapping[Turn, Held] = {
-    Turn.GENERATING: ENGINE,
-    Turn.DRAINING: ENGINE,
-    Turn.ASLEEP: frozenset(),
-    Turn.TRAINING: TRAINER,
-    Turn.WAKING: frozenset({Memory.WEIGHTS, Memory.PARAMETERS}),
+Held = frozenset[MemoryPart]
+ENGINE: Held = frozenset({MemoryPart.WEIGHTS, MemoryPart.CACHE})
+TRAINER: Held = frozenset({MemoryPart.PARAMETERS, MemoryPart.STATE})
+HOLDS: Mapping[DeviceTurn, Held] = {
+    DeviceTurn.GENERATING: ENGINE,
+    DeviceTurn.DRAINING: ENGINE,
+    DeviceTurn.ASLEEP: frozenset(),
+    DeviceTurn.TRAINING: TRAINER,
+    DeviceTurn.WAKING: frozenset({MemoryPart.WEIGHTS, MemoryPart.PARAMETERS}),
 }
 """What may be held in each state."""
-MAY_START = frozenset({Turn.GENERATING, Turn.DRAINING, Turn.ASLEEP})
+MAY_START = frozenset({DeviceTurn.GENERATING, DeviceTurn.DRAINING, DeviceTurn.ASLEEP})
 """States in which an engine may start."""
 
 
@@ -71,30 +71,30 @@ class Event(StrEnum):
     STARTED = "started"  # a trainer starts
 
 
-TABLE: Mapping[tuple[Turn, Event], Turn] = {
-    (Turn.GENERATING, Event.DUE): Turn.DRAINING,
-    (Turn.DRAINING, Event.DRAINED): Turn.ASLEEP,
-    (Turn.ASLEEP, Event.GRANTED): Turn.TRAINING,
-    (Turn.ASLEEP, Event.RETURNED): Turn.WAKING,
-    (Turn.TRAINING, Event.TRAINED): Turn.WAKING,
-    (Turn.WAKING, Event.YIELDED): Turn.ASLEEP,
-    (Turn.WAKING, Event.ARRIVED): Turn.GENERATING,
-    (Turn.GENERATING, Event.STARTED): Turn.DRAINING,
-    (Turn.DRAINING, Event.STARTED): Turn.DRAINING,
-    (Turn.ASLEEP, Event.STARTED): Turn.ASLEEP,
-    (Turn.TRAINING, Event.STARTED): Turn.ASLEEP,
-    (Turn.WAKING, Event.STARTED): Turn.ASLEEP,
+TABLE: Mapping[tuple[DeviceTurn, Event], DeviceTurn] = {
+    (DeviceTurn.GENERATING, Event.DUE): DeviceTurn.DRAINING,
+    (DeviceTurn.DRAINING, Event.DRAINED): DeviceTurn.ASLEEP,
+    (DeviceTurn.ASLEEP, Event.GRANTED): DeviceTurn.TRAINING,
+    (DeviceTurn.ASLEEP, Event.RETURNED): DeviceTurn.WAKING,
+    (DeviceTurn.TRAINING, Event.TRAINED): DeviceTurn.WAKING,
+    (DeviceTurn.WAKING, Event.YIELDED): DeviceTurn.ASLEEP,
+    (DeviceTurn.WAKING, Event.ARRIVED): DeviceTurn.GENERATING,
+    (DeviceTurn.GENERATING, Event.STARTED): DeviceTurn.DRAINING,
+    (DeviceTurn.DRAINING, Event.STARTED): DeviceTurn.DRAINING,
+    (DeviceTurn.ASLEEP, Event.STARTED): DeviceTurn.ASLEEP,
+    (DeviceTurn.TRAINING, Event.STARTED): DeviceTurn.ASLEEP,
+    (DeviceTurn.WAKING, Event.STARTED): DeviceTurn.ASLEEP,
 }
 
 
-def after(turn: Turn, event: Event) -> Turn:
+def after(turn: DeviceTurn, event: Event) -> DeviceTurn:
     """Return the state after an event. Raises InvariantBroken: it is out of turn."""
     if (turn, event) not in TABLE:
         raise InvariantBroken(f"devices in turn: got {event.value} while {turn.value}")
     return TABLE[turn, event]
 
 
-def step(turn: Turn, wanted: Turn, *, engines: int, starting: bool) -> Event | None:
+def step(turn: DeviceTurn, wanted: DeviceTurn, *, engines: int, starting: bool) -> Event | None:
     """Return the event with which the controller comes closer to the state that the trainer waits for. Before it passes the turn on, every
     engine must hold at most what the next state allows, and after that all of it.
 
@@ -109,16 +109,16 @@ def step(turn: Turn, wanted: Turn, *, engines: int, starting: bool) -> Event | N
         InvariantBroken: the trainer waits for a state that this one does not lead to.
     """
     match turn, wanted:
-        case Turn.GENERATING, Turn.TRAINING | Turn.WAKING:
+        case DeviceTurn.GENERATING, DeviceTurn.TRAINING | DeviceTurn.WAKING:
             return Event.DUE
-        case Turn.DRAINING, Turn.TRAINING | Turn.WAKING:
+        case DeviceTurn.DRAINING, DeviceTurn.TRAINING | DeviceTurn.WAKING:
             return Event.DRAINED
-        case Turn.ASLEEP, Turn.TRAINING:
+        case DeviceTurn.ASLEEP, DeviceTurn.TRAINING:
             return None if starting else Event.GRANTED
-        case Turn.ASLEEP, Turn.WAKING:
+        case DeviceTurn.ASLEEP, DeviceTurn.WAKING:
             return None if starting or not engines else Event.RETURNED
-        case Turn.TRAINING, Turn.WAKING:
+        case DeviceTurn.TRAINING, DeviceTurn.WAKING:
             return Event.TRAINED
-        case Turn.WAKING, Turn.GENERATING:
+        case DeviceTurn.WAKING, DeviceTurn.GENERATING:
             return Event.ARRIVED
     raise InvariantBroken(f"devices in turn: the trainer waits for {wanted.value} while {turn.value}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from asyncmoe.engines.types import Generation, Listener, Memory, ParsedCall, Sampling, Tokens
+from asyncmoe.engines.types import Generation, Listener, MemoryTag, ParsedCall, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -163,7 +163,7 @@ class Engine(Protocol):
 
     # Memory
 
-    async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+    async def release_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:
         """Give memory of an engine without requests to the machine; returns when it is free. Contents are lost.
 
         The engine must have no request, no probe (`alive`) and no update until `resume_memory`.
@@ -172,7 +172,7 @@ class Engine(Protocol):
             EngineError: requests run; nothing was released.
         """
 
-    async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+    async def resume_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:
         """Take released memory again; weights then need a full update, written in place, before the engine samples."""
 
     async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:

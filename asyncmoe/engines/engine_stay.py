@@ -131,7 +131,8 @@ async def may_start(config: Config, name: str) -> bool:
     """Wait until an engine that uses the trainer's devices in turn may start. Raises WaitTimeout: the controller does not answer."""
     rendezvous = await controller(config.run.dir, config.engines.start_timeout_s)
     with contextlib.closing(AsyncClient(rendezvous, rendezvous.controller)) as client:
-        await client.ask(EngineStarts(name), config.queue.lease_timeout_s)
+        wait_s = config.queue.lease_timeout_s
+        await client.ask(EngineStarts(name, wait_s), wait_s + GRACE_S)
     return True
 
 

@@ -14,7 +14,7 @@ from asyncmoe.trajectory import NOTHING, Buffer, Recording
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids; an array is int32[n]."""
-Memory = Literal["weights", "kv_cache", "cuda_graph"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 """A kind of an engine's memory that it can release."""
 ABORTED = "abort"
 """`Generation.finish` of a response that `Engine.abort` ended."""

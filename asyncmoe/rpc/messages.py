@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from asyncmoe.log.log import Number
-from asyncmoe.occupancy import Event, Turn
+from asyncmoe.occupancy import DeviceTurn, Event
 from asyncmoe.rpc.base import Count, Message, Wait
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
@@ -115,7 +115,7 @@ class Goodbye(TrainerMessage, frozen=True):
 class TurnAwaited(TrainerMessage, frozen=True):
     """Trainer and engines use the same devices in turn, and the trainer waits for a state; it holds no more memory than that allows."""
 
-    turn: Turn
+    turn: DeviceTurn
     event: Event | None = None
     """What the trainer says first: it has started, or given up memory that it could have kept."""
 
@@ -239,9 +239,11 @@ class EngineJoin(Message, frozen=True):
 
 
 class EngineStarts(Message, frozen=True):
-    """An engine that uses the trainer's devices in turn asks to start. Answered once it may; until it joins, no other turn begins."""
+    """An engine that uses the trainer's devices in turn asks to start. Answered once it may, within `wait_s`; until it joins, no
+    other turn begins."""
 
     name: str
+    wait_s: Wait
 
 
 class EngineAlive(Message, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.config import Config
-from asyncmoe.occupancy import HOLDS, TRAINER, Event, Turn
+from asyncmoe.occupancy import HOLDS, TRAINER, DeviceTurn, Event
 from asyncmoe.platform import collectives
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
@@ -14,7 +14,7 @@ from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.sleep import Sleeper
 
 
-class DeviceTurns:
+class TrainerTurns:
     """Waits for the trainer's turns. Every rank makes the same calls.
 
     Attributes:
@@ -23,13 +23,13 @@ class DeviceTurns:
 
     def __init__(self, config: Config, place: Mesh) -> None:
         self.sleeper: Sleeper | None = None
-        self._turn, self._first = Turn.GENERATING, place.rank == 0
+        self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
         self._client = Client(
             keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.turns", trainer_epoch()
         )
 
-    def wait_for(self, turn: Turn, event: Event | None = None) -> None:
+    def wait_for(self, turn: DeviceTurn, event: Event | None = None) -> None:
         """Wait until this state is reached, holding only what it allows too. Collective over all ranks.
 
         Raises:
@@ -39,7 +39,7 @@ class DeviceTurns:
             return
         heartbeats.beat(f"waiting for its turn: {turn.value}")
         if self.sleeper is not None:
-            kept = HOLDS[Turn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
+            kept = HOLDS[DeviceTurn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
             self.sleeper.hold(kept & TRAINER)
         collectives.barrier()
         if self._first:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, RunStopping, WeightSyncError
-from asyncmoe.occupancy import Event, Turn
+from asyncmoe.occupancy import DeviceTurn, Event
 from asyncmoe.platform import collectives
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
@@ -31,7 +31,7 @@ from asyncmoe.trainer import loaded_weights, start
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client, held
-from asyncmoe.trainer.device_turns import DeviceTurns
+from asyncmoe.trainer.device_turns import TrainerTurns
 from asyncmoe.trainer.learned import Learned
 from asyncmoe.trainer.model import checkpoint_choice, gpt, mesh
 from asyncmoe.trainer.model.checkpoint_saver import Saver
@@ -63,9 +63,9 @@ def run(config: Config) -> None:
     """Train until all steps are done or the controller asks to stop. Collective over torchrun's ranks."""
     place, plugins = start.join(config)
     newest = checkpoint_choice.choose(config.run.dir, place)
-    turns = DeviceTurns(config, place) if config.in_turn else None
+    turns = TrainerTurns(config, place) if config.in_turn else None
     if turns is not None:
-        turns.wait_for(Turn.TRAINING, Event.STARTED)
+        turns.wait_for(DeviceTurn.TRAINING, Event.STARTED)
     built, adam, done = start.load(config, place, newest)
     if turns is not None:
         turns.sleeper = Sleeper(built, adam, config.run.dir)
@@ -95,7 +95,7 @@ class Trainer:
         expected: ExpectedChecksums,
         done: int,
         plugins: Plugins,
-        turns: DeviceTurns | None = None,
+        turns: TrainerTurns | None = None,
     ) -> None:
         self._turns = turns
         place = built.mesh
@@ -155,7 +155,7 @@ class Trainer:
                 self._tell_saved()
                 begin = unix()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check, self._any_has)
-                self._take_turn(Turn.TRAINING)
+                self._take_turn(DeviceTurn.TRAINING)
                 if leased.stop:
                     return True
                 with self._profiler.step(self._step + 1):
@@ -239,7 +239,7 @@ class Trainer:
 
     def _begin_sync(self) -> None:
         """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
-        self._take_turn(Turn.WAKING)
+        self._take_turn(DeviceTurn.WAKING)
         gpt.gather_weights(self._model)
         if self._behind and (self._turns is None or self._config.adapter is not None):  # else engines have lost what they loaded
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
@@ -249,7 +249,7 @@ class Trainer:
             self._sync.begin(self._step)
         self._behind = False
 
-    def _publish_in_turn(self, turns: DeviceTurns) -> None:
+    def _publish_in_turn(self, turns: TrainerTurns) -> None:
         """Publish, and leave the devices to the engines. If all are lost meanwhile, they start again only after this trainer's turn."""
         for left in reversed(range(self._config.engines.restarts + 1)):
             try:
@@ -260,8 +260,8 @@ class Trainer:
                 if not left:
                     raise
                 log.warning("%s; waiting for an engine to start", error)
-                turns.wait_for(Turn.WAKING, Event.YIELDED)
-        turns.wait_for(Turn.GENERATING)
+                turns.wait_for(DeviceTurn.WAKING, Event.YIELDED)
+        turns.wait_for(DeviceTurn.GENERATING)
 
     def _any_has(self, got: bool) -> bool:
         """Return whether any rank has the batch. If engines that use the same devices in turn have lost the weights, send them again."""
@@ -273,7 +273,7 @@ class Trainer:
             self._begin_sync()
         return False
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _take_turn(self, turn: DeviceTurn) -> None:
         if self._turns is not None:
             self._turns.wait_for(turn)
 

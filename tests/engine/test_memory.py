@@ -15,7 +15,7 @@ import pytest
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
-from asyncmoe.engines.types import ABORTED, Memory, Sampling
+from asyncmoe.engines.types import ABORTED, MemoryTag, Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.models import EngineParallel, load_hf_config, qwen3_moe
 from asyncmoe.models.lora.adapter import Kind
@@ -29,7 +29,7 @@ from tests.engine.test_direct import Stage
 from tests.unit.adapters import ALL, random_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
-BOTH: tuple[Memory, ...] = ("weights", "kv_cache")
+BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 LARGE = MadeModel(layers=4, hidden=512, experts=16, expert_hidden=512, heads=8, kv_heads=4, head_dim=64)
 TOKENS, CACHED = 24576, 2 * LARGE.layers * LARGE.kv_heads * LARGE.head_dim * 4
 """Of its cache, and the bytes of each: 215 and 201 MB."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.occupancy import TRAINER, Held, Memory
+from asyncmoe.occupancy import TRAINER, Held, MemoryPart
 from asyncmoe.trainer.model import gpt
 from asyncmoe.trainer.model.sleep import Sleeper
 from tests.ranks import group
@@ -36,7 +36,7 @@ def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
             shared = sleeper._parameters() | sleeper._gradients()
             held = sum(one.nbytes() for one in (shared | sleeper._state(shared)).values())
             used = [held, private()]
-            for turn in (frozenset({Memory.PARAMETERS}), NOTHING, frozenset({Memory.PARAMETERS}), TRAINER):
+            for turn in (frozenset({MemoryPart.PARAMETERS}), NOTHING, frozenset({MemoryPart.PARAMETERS}), TRAINER):
                 sleeper.hold(turn)
                 used.append(private())
             sleeps.append(used)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.occupancy import Turn
+from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.telemetry import processes
 from tests.system import trained_once
 from tests.system.runs import AGREES, metrics, run, start, wait_for
@@ -27,7 +27,7 @@ def turns(directory: Path) -> list[str]:
 def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
     run(tmp_path / "run", *COLOCATED, "run.steps=4", "engines.tp=2", "trainer.tp=2")
     taken = turns(tmp_path / "run")
-    cycle = [Turn.WAKING, Turn.GENERATING, Turn.DRAINING, Turn.ASLEEP, Turn.TRAINING]
+    cycle = [DeviceTurn.WAKING, DeviceTurn.GENERATING, DeviceTurn.DRAINING, DeviceTurn.ASLEEP, DeviceTurn.TRAINING]
     assert taken == [*cycle[2:], *cycle * 4]
     assert all(one["staleness_max"] == 0 for one in metrics(tmp_path / "run") if one["phase"] == "rl")
 
@@ -39,7 +39,7 @@ def test_a_process_lost_in_any_state_costs_nothing(tmp_path: Path, role: str) ->
     shape = [one for one in trained_once.SHAPE if not one.startswith("run.steps")]
     command = start(directory, *COLOCATED, *ENDURING, *shape, f"run.steps={steps}")
     assert wait_for(lambda: len(metrics(directory)) > WARM + 1, 150)
-    for state in Turn:
+    for state in DeviceTurn:
         assert wait_for(lambda: any(one.role == role and processes.runs(one) for one in processes.read(directory)), 90), state
         before = len(turns(directory))
         assert wait_for(lambda: state in turns(directory)[before:], 120, 0.002), (state, turns(directory)[before:])  # noqa: B023

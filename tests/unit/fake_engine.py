@@ -133,10 +133,10 @@ class FakeEngine:
             self.version, self.partial = version, False
         await asyncio.sleep(0)  # the answer is on its way
 
-    async def release_memory(self, tags: Sequence[types.Memory], timeout_s: float) -> None:
+    async def release_memory(self, tags: Sequence[types.MemoryTag], timeout_s: float) -> None:
         await self._called()
 
-    async def resume_memory(self, tags: Sequence[types.Memory], timeout_s: float) -> None:
+    async def resume_memory(self, tags: Sequence[types.MemoryTag], timeout_s: float) -> None:
         await self._called()
 
     async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:

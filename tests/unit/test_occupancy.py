@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, TABLE, TRAINER, Event, Held, Memory, Turn, after, step
+from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, TABLE, TRAINER, DeviceTurn, Event, Held, MemoryPart, after, step
 
 NOTHING: Held = frozenset()
-PARAMETERS: Held = frozenset({Memory.PARAMETERS})
+PARAMETERS: Held = frozenset({MemoryPart.PARAMETERS})
 LOSSES = 3
 
 
@@ -30,9 +30,9 @@ class Server:
 class World:
     """`wanted`: what the trainer waits for; None: it works. `due`: it has trained, and engines lack its weights."""
 
-    turn: Turn = Turn.GENERATING
+    turn: DeviceTurn = DeviceTurn.GENERATING
     trainer: Held | None = None
-    wanted: Turn | None = None
+    wanted: DeviceTurn | None = None
     due: bool = False
     servers: tuple[Server, Server] = (Server(), Server())
     losses: int = 0
@@ -50,7 +50,7 @@ def following(world: World) -> Iterator[World]:
         if one.state == "starting":  # it joins, and is brought to what the state allows
             yield world.changed(at, Server("present", HOLDS[world.turn] & ENGINE))
     if world.trainer is None:
-        yield _started(replace(world, trainer=NOTHING, wanted=Turn.TRAINING))
+        yield _started(replace(world, trainer=NOTHING, wanted=DeviceTurn.TRAINING))
     elif world.wanted is not None:
         yield from _controller(world, world.wanted)
     else:
@@ -67,7 +67,7 @@ def _losses(world: World) -> Iterator[World]:
         if one.state != "lost":
             yield lost.changed(at, Server())
     # A controller takes the trainer with it, and its successor lets engines that may hold other weights start again.
-    yield replace(lost, turn=Turn.GENERATING, trainer=None, wanted=None, servers=(Server(), Server()))
+    yield replace(lost, turn=DeviceTurn.GENERATING, trainer=None, wanted=None, servers=(Server(), Server()))
 
 
 def _started(world: World) -> World:
@@ -77,19 +77,19 @@ def _started(world: World) -> World:
 def _passed(world: World, event: Event) -> World:
     """Pass the turn on, as the controller does: engines that are present release what the next state forbids, then take what it allows."""
     turn = after(world.turn, event)
-    if turn is not Turn.DRAINING:
+    if turn is not DeviceTurn.DRAINING:
         held = HOLDS[turn] & ENGINE
         world = replace(
             world,
             servers=tuple(
-                one if one.state != "present" else replace(one, holds=held, fresh=one.fresh and Memory.WEIGHTS in one.holds)
+                one if one.state != "present" else replace(one, holds=held, fresh=one.fresh and MemoryPart.WEIGHTS in one.holds)
                 for one in world.servers
             ),
         )
     return replace(world, turn=turn)
 
 
-def _controller(world: World, wanted: Turn) -> Iterator[World]:
+def _controller(world: World, wanted: DeviceTurn) -> Iterator[World]:
     if world.turn is wanted:
         loads = HOLDS[wanted] & TRAINER
         yield replace(world, wanted=None, trainer=loads)
@@ -101,28 +101,28 @@ def _controller(world: World, wanted: Turn) -> Iterator[World]:
 
 
 def _trainer(world: World, holds: Held) -> Iterator[World]:
-    if world.turn is Turn.TRAINING:
-        yield replace(world, trainer=PARAMETERS, wanted=Turn.WAKING, due=True)
-    elif world.turn is Turn.WAKING:
+    if world.turn is DeviceTurn.TRAINING:
+        yield replace(world, trainer=PARAMETERS, wanted=DeviceTurn.WAKING, due=True)
+    elif world.turn is DeviceTurn.WAKING:
         sent = [replace(one, fresh=True) if one.state == "present" else one for one in world.servers]
         served = any(one.fresh for one in sent)
-        wanted = Turn.GENERATING if served else Turn.WAKING
+        wanted = DeviceTurn.GENERATING if served else DeviceTurn.WAKING
         if served:
             yield replace(world, servers=tuple(sent), trainer=NOTHING, wanted=wanted, due=False)
         else:
             yield _passed(replace(world, trainer=NOTHING, wanted=wanted), Event.YIELDED)
-    elif world.turn is Turn.GENERATING:
+    elif world.turn is DeviceTurn.GENERATING:
         serves = any(one.fresh and one.state == "present" for one in world.servers)
         if serves:
-            yield replace(world, wanted=Turn.TRAINING)  # its batch is complete
+            yield replace(world, wanted=DeviceTurn.TRAINING)  # its batch is complete
         elif any(one.state == "present" for one in world.servers):
-            yield replace(world, wanted=Turn.WAKING)  # no engine has the version any more
+            yield replace(world, wanted=DeviceTurn.WAKING)  # no engine has the version any more
 
 
 def allowed(world: World) -> bool:
     """Return whether what is really held fits on the devices."""
     trainer = world.trainer or NOTHING
-    return all(not (one.holds and trainer) or (one.holds <= {Memory.WEIGHTS} and trainer <= PARAMETERS) for one in world.servers)
+    return all(not (one.holds and trainer) or (one.holds <= {MemoryPart.WEIGHTS} and trainer <= PARAMETERS) for one in world.servers)
 
 
 def test_no_order_of_events_and_losses_holds_too_much_or_ends() -> None:
@@ -136,8 +136,8 @@ def test_no_order_of_events_and_losses_holds_too_much_or_ends() -> None:
             if one not in seen:
                 seen.add(one)
                 todo.append(one)
-    assert {world.turn for world in seen} == {*Turn}
-    trained = {world for world in seen if world.turn is Turn.TRAINING and world.wanted is None}
+    assert {world.turn for world in seen} == {*DeviceTurn}
+    trained = {world for world in seen if world.turn is DeviceTurn.TRAINING and world.wanted is None}
     reaches, before = set(trained), dict[World, list[World]]()
     for world, all_next in after_of.items():
         for one in all_next:
@@ -152,9 +152,9 @@ def test_no_order_of_events_and_losses_holds_too_much_or_ends() -> None:
     assert not seen - reaches, next(iter(seen - reaches))
 
 
-@pytest.mark.parametrize("turn", Turn)
+@pytest.mark.parametrize("turn", DeviceTurn)
 @pytest.mark.parametrize("event", Event)
-def test_an_event_out_of_turn_is_refused(turn: Turn, event: Event) -> None:
+def test_an_event_out_of_turn_is_refused(turn: DeviceTurn, event: Event) -> None:
     if (turn, event) in TABLE:
         assert after(turn, event) is TABLE[turn, event]
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.engines.sglang.connection import SGLangConnection
-from asyncmoe.engines.types import Memory
+from asyncmoe.engines.types import MemoryTag
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
@@ -94,12 +94,12 @@ class WeightEndpoints(SGLangConnection):
         }
         await self._send("/update_weights_from_tensor", body, timeout_s)
 
-    async def release_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+    async def release_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:
         """If SGLang runs requests, it refuses a flush, but a release would end it. Requests last a step longer than their answers."""
         await self.flush(_STEP_S)
         await self._send("/release_memory_occupation", {"tags": tags}, timeout_s)
 
-    async def resume_memory(self, tags: Sequence[Memory], timeout_s: float) -> None:
+    async def resume_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:
         await self._send("/resume_memory_occupation", {"tags": tags}, timeout_s)
 
     async def poisoned(self, timeout_s: float) -> tuple[dict[str, str], ...]:

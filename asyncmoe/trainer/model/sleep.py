@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncmoe.occupancy import TRAINER, Held, Memory
+from asyncmoe.occupancy import TRAINER, Held, MemoryPart
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.trainer.model.gpt import Model
 
@@ -32,7 +32,7 @@ class Sleeper:
     def __init__(self, model: Model, optimizer: Any, folder: Path) -> None:
         self._model, self._optimizers = model, optimizers(optimizer)
         self._keeper: _Keeper = _Pinned() if model.mesh.device.type == "cuda" else _File(folder)
-        self._released: dict[Memory, list[tuple[Storage, int, bool]]] = {}
+        self._released: dict[MemoryPart, list[tuple[Storage, int, bool]]] = {}
 
     def hold(self, held: Held) -> None:
         """Release the trainer's memory that is not in `held`, and take back the rest.
@@ -42,8 +42,8 @@ class Sleeper:
         """
         for part in sorted(TRAINER - held - self._released.keys()):
             parameters, gradients = self._parameters(), self._gradients()
-            kept = parameters if part is Memory.PARAMETERS else self._state(parameters | gradients)
-            lost = {} if part is Memory.PARAMETERS else gradients
+            kept = parameters if part is MemoryPart.PARAMETERS else self._state(parameters | gradients)
+            lost = {} if part is MemoryPart.PARAMETERS else gradients
             found = [(one, one.nbytes(), known is kept) for known in (kept, lost) for one in known.values()]
             self._keeper.keep(part, [one for one, _, needed in found if needed])
             for storage, _, _ in found:
@@ -75,18 +75,18 @@ class Sleeper:
 
 
 class _Keeper(Protocol):
-    def keep(self, part: Memory, storages: list[Storage]) -> None: ...
+    def keep(self, part: MemoryPart, storages: list[Storage]) -> None: ...
 
-    def restore(self, part: Memory, storages: list[Storage]) -> None: ...
+    def restore(self, part: MemoryPart, storages: list[Storage]) -> None: ...
 
 
 class _Pinned:
     """Keeps contents in pinned host memory."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Memory, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[MemoryPart, int], torch.Tensor] = {}
 
-    def keep(self, part: Memory, storages: list[Storage]) -> None:
+    def keep(self, part: MemoryPart, storages: list[Storage]) -> None:
         for at, storage in enumerate(storages):
             buffer = self._buffers.get((part, at))
             if buffer is None or len(buffer) != storage.nbytes():
@@ -94,7 +94,7 @@ class _Pinned:
             buffer.copy_(_bytes(storage), non_blocking=True)
         torch.cuda.synchronize()
 
-    def restore(self, part: Memory, storages: list[Storage]) -> None:
+    def restore(self, part: MemoryPart, storages: list[Storage]) -> None:
         for at, storage in enumerate(storages):
             _bytes(storage).copy_(self._buffers[part, at], non_blocking=True)
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ class _File:
     def __init__(self, folder: Path) -> None:
         self._files = {part: tempfile.TemporaryFile(dir=folder) for part in TRAINER}  # noqa: SIM115  as long-lived as the trainer
 
-    def keep(self, part: Memory, storages: list[Storage]) -> None:
+    def keep(self, part: MemoryPart, storages: list[Storage]) -> None:
         file = self._files[part]
         file.seek(0)
         for storage in storages:
@@ -115,7 +115,7 @@ class _File:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else its pages stay in memory
 
-    def restore(self, part: Memory, storages: list[Storage]) -> None:
+    def restore(self, part: MemoryPart, storages: list[Storage]) -> None:
         file = self._files[part]
         file.seek(0)
         for storage in storages:

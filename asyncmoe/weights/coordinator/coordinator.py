@@ -28,7 +28,7 @@ from asyncmoe.rpc.messages import (
     WeightsStage,
 )
 from asyncmoe.weights.coordinator import checksums, state, ways
-from asyncmoe.weights.coordinator.device_turns import DeviceTurns
+from asyncmoe.weights.coordinator.device_turns import EngineTurns
 from asyncmoe.weights.coordinator.driver import Failures, OpenUpdate, UpdateDriver, on_each, raise_first
 from asyncmoe.weights.coordinator.roster import EngineSet
 
@@ -55,7 +55,7 @@ class WeightUpdateCoordinator:
         self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
         self._one = asyncio.Lock()
         self._kept: checksums.Checksums = ()
-        self._turns = DeviceTurns(driver, start_s)
+        self._turns = EngineTurns(driver, start_s)
 
     def succeed(self, epoch: int, landed: bool) -> None:
         """Continue with the engines of earlier controllers.
@@ -156,7 +156,7 @@ class WeightUpdateCoordinator:
         if isinstance(request, TurnAwaited):
             return await self._pass_turn(request)
         if isinstance(request, EngineStarts):
-            await self._turns.let_start(request.name)
+            await self._turns.let_start(request.name, request.wait_s)
             return Done()
         answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)

@@ -7,17 +7,17 @@ import logging
 import time
 
 from asyncmoe.engines.member import Member
-from asyncmoe.engines.types import Memory as Tag
+from asyncmoe.engines.types import MemoryTag
 from asyncmoe.errors import ProtocolError, WaitTimeout
-from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, Event, Held, Memory, Turn, after, step
+from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, DeviceTurn, Event, Held, MemoryPart, after, step
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.02
-_TAGS: dict[Memory, tuple[Tag, ...]] = {Memory.WEIGHTS: ("weights",), Memory.CACHE: ("kv_cache", "cuda_graph")}
+_TAGS: dict[MemoryPart, tuple[MemoryTag, ...]] = {MemoryPart.WEIGHTS: ("weights",), MemoryPart.CACHE: ("kv_cache", "cuda_graph")}
 
 
-class DeviceTurns:
+class EngineTurns:
     """Passes the turn on. An engine that fails on the way is fenced.
 
     Attributes:
@@ -28,14 +28,14 @@ class DeviceTurns:
     """
 
     def __init__(self, driver: UpdateDriver, start_s: float) -> None:
-        self.turn = Turn.GENERATING
+        self.turn = DeviceTurn.GENERATING
         self._driver, self._pool, self._start_s = driver, driver.pool, start_s
         self._held: dict[Member, Held] = {}
         self._starting: dict[str, float] = {}  # engines, and when each must have joined at the latest
         self._starts = 0  # of trainers
         self._one = asyncio.Lock()
 
-    async def wait_for(self, wanted: Turn, event: Event | None = None) -> None:
+    async def wait_for(self, wanted: DeviceTurn, event: Event | None = None) -> None:
         """Answer a trainer that waits for a state.
 
         Args:
@@ -63,9 +63,12 @@ class DeviceTurns:
                 else:
                     await asyncio.sleep(_POLL_S)
 
-    async def let_start(self, name: str) -> None:
-        """Wait until an engine may start, and count it as starting until it joins."""
+    async def let_start(self, name: str, wait_s: float) -> None:
+        """Wait until an engine may start, and count it as starting until it joins. Raises WaitTimeout."""
+        until = time.monotonic() + wait_s
         while self.turn not in MAY_START:
+            if time.monotonic() > until:
+                raise WaitTimeout(name, f"its turn to start, {self.turn.value} until then", wait_s)
             await asyncio.sleep(_POLL_S)
         self._starting[name] = time.monotonic() + self._start_s
 
@@ -77,13 +80,13 @@ class DeviceTurns:
     async def _pass(self, event: Event) -> None:
         self.turn = turn = after(self.turn, event)  # at once: from here on no engine starts that may not in the new state
         log.info("devices in turn: %s, so %s", event.value, turn.value)
-        if turn is Turn.DRAINING:
+        if turn is DeviceTurn.DRAINING:
             await self._drain()
             await self._driver.note("writing", self._pool.version)  # a successor must not take over engines that sleep
         else:
             held = HOLDS[turn] & ENGINE
             await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held))
-        if turn is Turn.GENERATING:
+        if turn is DeviceTurn.GENERATING:
             self._pool.asleep = False
             self._pool.release()
             self._driver.settled()

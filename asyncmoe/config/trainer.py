@@ -142,6 +142,9 @@ class TrainerSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     megatron: MegatronSection = MegatronSection()
+    sleep: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ("optimizer", "gradients", "parameters")
+    """With placement colocated: what leaves the trainer's GPUs while engines generate. What you leave out saves time and stays, so engines
+    have less memory. optimizer and parameters move to host memory; gradients are dropped."""
     checkpoint_every: NonNegative = 0
     """Steps between checkpoints, and so the most steps that a crash can lose; 0: checkpoints only after the warm-up, at the end and on
     Ctrl-C."""

@@ -67,12 +67,13 @@ def run(config: Config) -> None:
     if turns is not None:
         turns.wait_for(DeviceTurn.TRAINING, Event.STARTED)
     built, adam, done = start.load(config, place, newest)
-    if turns is not None:
-        turns.sleeper = Sleeper(built, adam, config.run.dir)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
-    Trainer(config, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, turns).run()
+    sync = publisher(config, built, weights, expected)
+    if turns is not None:
+        turns.sleeper = Sleeper(config, built, adam, lambda: sync.copies)
+    Trainer(config, built, adam, client, sync, expected, done, plugins, turns).run()
     # After an error nothing is closed: the process prints the error and exits at once (`asyncmoe.trainer.__main__`), before closing could
     # fail.
     if turns is not None:

@@ -63,6 +63,7 @@ def trained(path: Path, variant: str, layout: str, between: Callable[[Config, gp
     """[loss and gradient norm of each update, digests of weights and optimizer state, digests of a gradient, computed again and again]."""
     settings = case.settings_of(layout)
     adapters = bool(settings.pop("lora", False))
+    settings |= {"sleep": settings["sleep"].split("+")} if "sleep" in settings else {}
     sections: dict[str, Any] = {
         "train": "lora" if adapters else "full",
         "lora": {"rank": 4},

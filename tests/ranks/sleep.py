@@ -31,13 +31,16 @@ def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
     sleepers: dict[int, Sleeper] = {}
 
     def between(config: Config, built: gpt.Model, adam: Any) -> None:
-        sleeper = sleepers.setdefault(0, Sleeper(built, adam, config.run.dir))
+        sleeper = sleepers.setdefault(0, Sleeper(config, built, adam, list))
         for _ in range(TURNS):
-            shared = sleeper._parameters() | sleeper._gradients()
-            held = sum(one.nbytes() for one in (shared | sleeper._state(shared)).values())
+            parts = {"parameters": sleeper._parameters(), "gradients": sleeper._gradients()}
+            parts["optimizer"] = sleeper._state(parts["parameters"] | parts["gradients"])
+            held = sum(one.nbytes() for name in config.trainer.sleep for one in parts[name].values())
             used = [held, private()]
             for turn in (frozenset({MemoryPart.PARAMETERS}), NOTHING, frozenset({MemoryPart.PARAMETERS}), TRAINER):
                 sleeper.hold(turn)
+                if turn is NOTHING:
+                    assert {name for name in parts if not any(one.nbytes() for one in parts[name].values())} == {*config.trainer.sleep}
                 used.append(private())
             sleeps.append(used)
 

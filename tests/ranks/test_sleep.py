@@ -9,7 +9,7 @@ import pytest
 from tests.ranks import case, launch
 
 pytestmark = pytest.mark.ranks
-CASES = ("dense:tp=2", "plain:ep=2,dtype=bfloat16", "plain:tp=2,dtype=bfloat16,lora=1")
+CASES = ("dense:tp=2", "plain:ep=2,dtype=bfloat16", "plain:tp=2,dtype=bfloat16,lora=1", "dense:tp=2,sleep=optimizer+gradients")
 LARGE = {"hidden_size": 256, "intermediate_size": 2048, "moe_intermediate_size": 512}
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from asyncmoe.config import Config
 from asyncmoe.occupancy import TRAINER, Held, MemoryPart
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.trainer.model.gpt import Model
@@ -23,15 +24,16 @@ Storage = torch.UntypedStorage
 
 
 class Sleeper:
-    """The memory of one rank's model and optimizer; it is held initially.
+    """The memory of one rank's model and optimizer; it is held initially. Parts that `trainer.sleep` leaves out are held always.
 
     Args:
-        folder: where a CPU's file is created; it has no name there.
+        config: a CPU's file is created in `run.dir`, without a name.
+        copies: returns tensors that hold nothing while the parameters are away.
     """
 
-    def __init__(self, model: Model, optimizer: Any, folder: Path) -> None:
-        self._model, self._optimizers = model, optimizers(optimizer)
-        self._keeper: _Keeper = _Pinned() if model.mesh.device.type == "cuda" else _File(folder)
+    def __init__(self, config: Config, model: Model, optimizer: Any, copies: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._model, self._optimizers, self._copies, self._chosen = model, optimizers(optimizer), copies, config.trainer.sleep
+        self._keeper: _Keeper = _Pinned() if model.mesh.device.type == "cuda" else _File(config.run.dir)
         self._released: dict[MemoryPart, list[tuple[Storage, int, bool]]] = {}
 
     def hold(self, held: Held) -> None:
@@ -41,10 +43,7 @@ class Sleeper:
             OSError: the file cannot be written or read.
         """
         for part in sorted(TRAINER - held - self._released.keys()):
-            parameters, gradients = self._parameters(), self._gradients()
-            kept = parameters if part is MemoryPart.PARAMETERS else self._state(parameters | gradients)
-            lost = {} if part is MemoryPart.PARAMETERS else gradients
-            found = [(one, one.nbytes(), known is kept) for known in (kept, lost) for one in known.values()]
+            found = [(one, one.nbytes(), needed) for one, needed in self._releasable(part)]
             self._keeper.keep(part, [one for one, _, needed in found if needed])
             for storage, _, _ in found:
                 storage.resize_(0)
@@ -58,20 +57,41 @@ class Sleeper:
                     _bytes(storage).zero_()
             self._keeper.restore(part, [one for one, _, needed in found if needed])
 
+    def _releasable(self, part: MemoryPart) -> Iterator[tuple[Storage, bool]]:
+        """Yield the storages of a part, and whether their contents are needed later."""
+        parameters = self._parameters()
+        if part is MemoryPart.PARAMETERS:
+            if "parameters" in self._chosen:
+                yield from ((one, True) for one in parameters.values())
+            yield from ((one, False) for one in self._storages(self._copies()).values())
+            return
+        gradients = self._gradients()
+        if "optimizer" in self._chosen:
+            yield from ((one, True) for one in self._state(parameters | gradients).values())
+        if "gradients" in self._chosen:
+            yield from ((one, False) for one in gradients.values())
+
     def _parameters(self) -> dict[int, Storage]:
-        return _storages(tensor for chunk in self._model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        return self._storages(tensor for chunk in self._model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
 
     def _gradients(self) -> dict[int, Storage]:
         parameters = (parameter for chunk in self._model.chunks for parameter in chunk.parameters())
-        return _storages(grad for one in parameters if (grad := getattr(one, "main_grad", None)) is not None)
+        return self._storages(grad for one in parameters if (grad := getattr(one, "main_grad", None)) is not None)
 
     def _state(self, others: dict[int, Storage]) -> dict[int, Storage]:
         """Adam's averages and the masters, which the optimizer may share with the model."""
         groups = [one.optimizer for one in self._optimizers]
         masters = (parameter for one in groups for group in one.param_groups for parameter in group["params"])
         averages = (value for one in groups for state in one.state.values() for value in state.values())
-        found = _storages(tensor for tensor in (*masters, *averages) if isinstance(tensor, torch.Tensor))
+        found = self._storages(tensor for tensor in (*masters, *averages) if isinstance(tensor, torch.Tensor))
         return {place: storage for place, storage in found.items() if place not in others}
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, Storage]:
+        """Return the storages on this rank's device by the addresses of their C++ objects, without empty ones and those of others, such as
+        NumPy's."""
+        device = self._model.mesh.device.type
+        each = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
+        return {storage._cdata: storage for storage in each if storage.nbytes() and storage.resizable()}
 
 
 class _Keeper(Protocol):
@@ -89,8 +109,8 @@ class _Pinned:
     def keep(self, part: MemoryPart, storages: list[Storage]) -> None:
         for at, storage in enumerate(storages):
             buffer = self._buffers.get((part, at))
-            if buffer is None or len(buffer) != storage.nbytes():
-                buffer = self._buffers[part, at] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+            if buffer is None:
+                buffer = self._buffers[part, at] = _pinned(storage.nbytes())
             buffer.copy_(_bytes(storage), non_blocking=True)
         torch.cuda.synchronize()
 
@@ -98,6 +118,13 @@ class _Pinned:
         for at, storage in enumerate(storages):
             _bytes(storage).copy_(self._buffers[part, at], non_blocking=True)
         torch.cuda.synchronize()
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Return page-locked uint8[nbytes]; with `pin_memory`, PyTorch would take the next power of two."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))  # type: ignore[no-untyped-call]
+    return buffer
 
 
 class _File:
@@ -121,12 +148,6 @@ class _File:
         for storage in storages:
             file.readinto(_view(storage))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _storages(tensors: Iterator[torch.Tensor]) -> dict[int, Storage]:
-    """Return the storages by the addresses of their C++ objects, without empty ones and those of others, such as NumPy's."""
-    each = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage for storage in each if storage.nbytes() and storage.resizable()}
 
 
 def _bytes(storage: Storage) -> torch.Tensor:

@@ -84,7 +84,7 @@ class ExpectedChecksums:
 
     @cached_property
     def _sources(self) -> WeightSources:
-        return WeightSources(self.model)
+        return WeightSources(self.model, moves=self.config.in_turn)
 
     @cached_property
     def _served(self) -> list[Mapping[str, Storage]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 Checksums = tuple[dict[str, str], ...]
 """One {SGLang parameter: checksum} for each rank of an engine; empty: the version is not verified."""
@@ -41,8 +44,12 @@ class Publisher:
     """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`.
 
     The base class suits publishers whose `begin` returns only when every engine serves the version; they implement `publish`.
+
+    Attributes:
+        copies: tensors on this rank's device that hold nothing between `settle` and `begin`.
     """
 
+    copies: Sequence[torch.Tensor] = ()
     _published: Published | None = None
 
     def publish(self, version: int) -> Published:

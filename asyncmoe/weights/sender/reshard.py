@@ -22,10 +22,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
@@ -118,7 +120,13 @@ class ReshardPublisher(Publisher):
     @cached_property
     def _sources(self) -> WeightSources | AdapterSources:
         adapter = self._model.adapter
-        return WeightSources(self._model) if adapter is None else AdapterSources(self._model.adapter_values(), adapter.scale)
+        if adapter is not None:
+            return AdapterSources(self._model.adapter_values(), adapter.scale)
+        return WeightSources(self._model, moves=self._config.in_turn)
+
+    @property
+    def copies(self) -> Sequence[torch.Tensor]:  # type: ignore[override]
+        return self._sources.copies
 
     @property
     def _limit(self) -> float:

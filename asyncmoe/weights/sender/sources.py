@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -25,25 +26,34 @@ class WeightSources:
     `refresh` computes beforehand.
 
     Attributes:
-        tensors: by the layout's names; always the same memory.
+        tensors: by the layout's names; always the same tensors.
+        copies: those that are not the trainer's own.
+
+    Args:
+        moves: the tensors' addresses may change between one `refresh` and the next.
     """
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainedModel, moves: bool = False) -> None:
         live, dtype = model.weights(), str(model.dtype).removeprefix("torch.")
         payload = Payload(model.hf)
         layout = payload.weights_of_trainer(model.parallel, model.mesh.rank, dtype)
         wanted = {name: getattr(torch, storage.dtype) for name, storage in layout.storages.items()}
         self._copied = {name: tensor for name, tensor in live.items() if tensor.dtype != wanted[name]}
-        self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
-        self._device, self._scaler = model.mesh.device, None
+        copies = {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
+        self._device, self._moves = model.mesh.device, moves
+        self._scaler: Scaler | None = None
+        self._new_scaler: Callable[[], Scaler] | None = None
         if payload.float8 is not None:
-            self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in live}, self._device)
-            self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
+            copies |= empty({name: storage for name, storage in layout.storages.items() if name not in live}, self._device)
+            self._new_scaler = partial(Scaler, layout, live | copies, power_of_two=payload.float8.power_of_two)
+        self.tensors, self.copies = live | copies, tuple(copies.values())
 
     def refresh(self) -> None:
         """Update copies and scales from the current weights. Call it only while nothing is being sent."""
         for name, tensor in self._copied.items():
             self.tensors[name].copy_(tensor)
+        if self._new_scaler is not None and (self._scaler is None or self._moves):
+            self._scaler = self._new_scaler()
         if self._scaler is not None:
             on_gpu = self._device.type == "cuda"
             self._scaler.write(stream=torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0)
@@ -53,7 +63,8 @@ class AdapterSources:
     """Copies of a rank's adapter halves, with B multiplied by the adapter's scale; training continues while the copies are sent.
 
     Attributes:
-        tensors: by the names of `live`; always the same memory.
+        tensors: by the names of `live`; always the same tensors.
+        copies: all of them.
 
     Args:
         live: the trained halves.
@@ -64,6 +75,7 @@ class AdapterSources:
         self._live = list(live.items())
         self._scale = scale
         self.tensors = {name: torch.empty_like(value) for name, value in self._live}
+        self.copies = tuple(self.tensors.values())
         self._scaled = [value for name, value in self.tensors.items() if name.endswith("_b")]
 
     def refresh(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import Float8, float8_of, quantised, without
 from asyncmoe.reshard import buckets, plan
+from asyncmoe.weights.sender.sources import WeightSources, empty
 from tests import families, float8
 
 LARGE = {
@@ -98,3 +100,25 @@ def test_a_trainer_reads_what_the_numbers_stand_for(tmp_path: Any) -> None:
     assert checkpoint.read("w", (200, 300), torch.bfloat16).equal(expected.bfloat16())
     with pytest.raises(DataError, match="lonely_scale_inv: got nothing"):
         checkpoint.read("lonely", (200, 300), torch.float32)
+
+
+def test_scales_are_of_the_weights_where_they_are_now() -> None:
+    """A trainer's weights have other addresses each time they come back to its device."""
+    layout = Payload(QWEN).weights_of_trainer(MegatronParallel(), 0, "bfloat16")
+    made = empty({name: one for name, one in layout.storages.items() if not name.endswith("_scale_inv")}, torch.device("cpu"))
+    mesh = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model: Any = SimpleNamespace(hf=QWEN, dtype=torch.bfloat16, parallel=MegatronParallel(), mesh=mesh, weights=lambda: made)
+    sources = WeightSources(model, moves=True)
+    for seed in range(2):
+        elsewhere = [tensor.clone() for tensor in made.values()]  # so that no address is free to be taken again
+        for tensor in made.values():
+            tensor.untyped_storage().resize_(0)
+            tensor.untyped_storage().resize_(2 * tensor.numel())
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+        sources.refresh()
+        scales = {name for name in sources.tensors if name.endswith("_scale_inv")}
+        assert scales
+        for name in scales:
+            expected = float8.quantise(made[name.removesuffix("_scale_inv")].float())[1]
+            torch.testing.assert_close(sources.tensors[name], expected, rtol=1e-6, atol=0)
+        del elsewhere

@@ -72,3 +72,10 @@ def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None)
 def test_a_program_that_cannot_be_started_is_named_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(AsyncmoeError, match=r"engine\.0: /nowhere/python cannot be started: No such file or directory"):
         Child("engine.0", ["/nowhere/python"], tmp_path / "log")
+
+
+def test_torch_memory_saver_works_whatever_allocator_a_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    given = engine_process.environment(minimal(placement="colocated"), 0)
+    assert given["PYTORCH_CUDA_ALLOC_CONF"] == given["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in engine_process.environment(minimal(), 0)

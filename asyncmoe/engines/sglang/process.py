@@ -224,7 +224,16 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace = A
     if place.meeting:
         given |= _between_nodes(host, place)
     family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
-    return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}}
+    turns = _RELEASABLE if config.in_turn else {}
+    return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}, **turns}
+
+
+_RELEASABLE = {
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+}
+"""So that graphs are released too; torch_memory_saver refuses expandable segments."""
 
 
 def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from reshard_ranks import on_ranks, single
 
-from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
+from asyncmoe.config.transports import TRANSPORTS, TransportEntry, resolved, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.reshard import Exchanger, Plan, plan
@@ -53,6 +53,7 @@ def test_auto_always_serves_and_each_is_refused_just_where_it_cannot() -> None:
         error = refusal("auto", gpu, together=False, shared=True)
         assert (error is not None, error and error.what) == (True, "placement")
         assert not TRANSPORTS[transport_for("auto", gpu, shared=True)].unshared
+        assert resolved("auto", gpu, together=False, shared=True) == transport_for("auto", gpu)
         assert transport_for("auto", gpu, together) in TRANSPORTS
         for name, entry in TRANSPORTS.items():
             serves = entry.gpu == gpu and (together or not entry.one_host)

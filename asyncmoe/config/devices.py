@@ -32,7 +32,7 @@ class Wanted:
         engines: number of engines, or of parts of engines over several machines.
         tp: GPUs of each engine or part.
         first: the first GPU of engine 0.
-        share: an engine and a trainer rank may use the same GPU (`Config.shares_gpus`).
+        share: an engine and a trainer rank may use the same GPU (`Config.in_turn`).
         parted: `engines` counts parts of engines over several machines.
     """
 
@@ -82,7 +82,7 @@ def first_gpu(config: Config, several: bool) -> int:
     engines = config.engines
     if engines.first_gpu is not None:
         return engines.first_gpu
-    return 0 if several or config.shares_gpus else config.trainer.ranks
+    return 0 if several or config.in_turn else config.trainer.ranks
 
 
 def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
@@ -90,7 +90,7 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     trainer, engines, cluster = config.trainer, config.engines, config.cluster
     first = first_gpu(config, several)
     if not several:
-        return (Wanted(trainer.ranks, engines.count, engines.tp, first, config.shares_gpus),)
+        return (Wanted(trainer.ranks, engines.count, engines.tp, first, config.in_turn),)
     return (
         Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.ranks_per_node, first),
         Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, parted=engines.nodes > 1),
@@ -115,7 +115,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run, for messages.
 
     Raises:
-        ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
+        ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU, but not in turn.
     """
     limited = f" (CUDA_VISIBLE_DEVICES hides {hidden} more)" if hidden else ""
     more = "name more GPUs in CUDA_VISIBLE_DEVICES, or " if hidden else ""
@@ -132,17 +132,17 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "engines.first_gpu",
             got=f"{asked.first}, which puts an engine and the trainer on {named(devices.shared)}",
             expected=f"at least {asked.ranks}, after the trainer's GPUs",
-            hint="leave it out, or share GPUs on purpose with engines.share_gpus=true",
+            hint="leave it out, or let trainer and engines use the same GPUs in turn with placement=colocated",
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
         each = "engines.tp / engines.nodes" if asked.parted else "engines.tp"
-        ways = "take fewer or smaller engines" + (", or share the trainer's GPUs with engines.share_gpus=true" if asked.ranks else "")
+        in_turn = ", or use the trainer's GPUs in turn with placement=colocated" if asked.ranks and not asked.share else ""
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
             expected=f"at least {end}: from GPU {asked.first} on, {asked.engines} x {asked.tp} ({each})",
-            hint=more + ways,
+            hint=f"{more}take fewer or smaller engines{in_turn}",
         )
     return devices
 

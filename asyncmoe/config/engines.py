@@ -38,15 +38,12 @@ class EngineSection(Section):
     """First port: engine i of a machine listens on port + i. 0: any free ports."""
     first_gpu: NonNegative | None = None
     """First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU after the
-    trainer's, or 0 if engines and trainer share GPUs or are on different machines."""
-    share_gpus: bool = False
-    """Engines and trainer of one machine share GPUs, starting at GPU 0: the memory of each GPU is divided as `asyncmoe plan` computes, and
-    weights travel over CUDA IPC. false: an engine and the trainer may not use the same GPU."""
+    trainer's, or 0 with placement colocated or if engines and trainer are on different machines."""
     max_running: Positive = 16
     """Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."""
     max_total_tokens: Positive | None = None
     """Tokens of a server's KV cache, over all groups of dp_attention; null: as many as fit, as estimated by `asyncmoe
-    plan` if engines stage weights or share GPUs with the trainer, otherwise by SGLang."""
+    plan` if engines stage weights or placement is colocated, otherwise by SGLang."""
     start_timeout_s: Seconds = 180.0
     """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
     hang_timeout_s: Seconds = Field(60.0, ge=12.0)
@@ -69,8 +66,6 @@ class EngineSection(Section):
         for key, size in {"ep": self.ep, "dp_attention": self.dp_attention, "nodes": self.nodes}.items():
             if self.tp % size:
                 raise refused(f"engines.{key}", size, f"a divisor of engines.tp = {self.tp}", "change either key")
-        if self.nodes > 1 and self.share_gpus:
-            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set only one of the two")
         return self
 
     @property

@@ -38,6 +38,7 @@ _ROWS: tuple[tuple[str, str, tuple[Any, ...] | None], ...] = (
         (10.0,),
     ),
     ("engines.host", "nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
+    ("engines.share_gpus", "placement=colocated, with which trainer and engines use the same GPUs in turn", (False,)),
     ("evaluation.min_p", "rollout.min_p, which evaluations use too", (None,)),
     ("evaluation.top_k", "rollout.top_k, which evaluations use too", (None,)),
     ("lora.dropout", "nothing: engines sample without dropout, and what is sampled is what is trained", (0.0,)),

@@ -189,33 +189,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_sharing(self) -> Config:
-        """Refuse what shared GPUs rule out: NCCL (it refuses two ranks on one GPU) and several machines."""
-        if not self.engines.share_gpus:
-            return self
-        because = "because engines.share_gpus is true"
-        change = "change it, or set engines.share_gpus to false"
-        if self.sync.method == "broadcast":
-            raise refused("sync.method", "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU", change)
-        if why := unshared(self.sync.transport):
-            raise refused("sync.transport", self.sync.transport, f"{choices(shareable)} {because}: {why}", change)
-        if self.launch == "ray":
-            raise refused("launch", "ray", f"local {because}: Ray gives every process GPUs of its own", change)
-        if self.cluster.network != "loopback":
-            expected = f"loopback {because}: the trainer and all engines are on one machine"
-            raise refused("cluster.network", self.cluster.network, expected, "leave it out, or set engines.share_gpus to false")
-        return self
-
-    @model_validator(mode="after")
     def _check_colocated(self) -> Config:
-        """Refuse what needs engines on other machines, in one's own Ray bundle, or with their old weights."""
-        allowed = {
+        """Refuse what needs engines on other machines or GPUs, in Ray's bundles, or with their old weights."""
+        allowed: dict[str, tuple[object, object]] = {
             "sync.method": (self.sync.method, "reshard"),
             "sync.delta": (self.sync.delta, "off"),
             "cluster.network": (self.cluster.network, "loopback"),
+            "cluster.trainer_nodes": (self.cluster.trainer_nodes, 1),
+            "cluster.engine_nodes": (self.cluster.engine_nodes, 1),
             "launch": (self.launch, "local"),
             "engines.join": (self.engines.join, False),
-            "engines.share_gpus": (self.engines.share_gpus, False),
+            "engines.nodes": (self.engines.nodes, 1),
+            "engines.first_gpu": (self.engines.first_gpu, None),
         }
         for key, (got, only) in allowed.items() if self.in_turn else ():
             if got != only:
@@ -239,11 +224,6 @@ class Config(Section):
     def in_turn(self) -> bool:
         """True if trainer and engines use the same devices in turn."""
         return self.placement == "colocated"
-
-    @property
-    def shares_gpus(self) -> bool:
-        """True if trainer and engines use the same GPUs, in turn or at once."""
-        return self.in_turn or self.engines.share_gpus
 
     @property
     def survives_controller(self) -> bool:
@@ -304,10 +284,11 @@ class Config(Section):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+_STALENESS = ("queue", "staleness", "max_staleness")
 _IMPLIED: Mapping[tuple[str, str], Mapping[tuple[str, ...], Any]] = {
-    ("placement", "colocated"): {("run", "mode"): "sync", ("rollout", "interruption"): "abort_resume"},
-    ("run.mode", "sync"): {("queue", "staleness", "max_staleness"): 0},
-    ("run.mode", "one_step_off"): {("queue", "staleness", "max_staleness"): 1, ("rollout", "interruption"): "drain"},
+    ("placement", "colocated"): {("run", "mode"): "sync", ("rollout", "interruption"): "abort_resume", _STALENESS: 0},
+    ("run.mode", "sync"): {_STALENESS: 0},
+    ("run.mode", "one_step_off"): {_STALENESS: 1, ("rollout", "interruption"): "drain"},
 }
 """(Key, value) -> the keys that it sets."""
 

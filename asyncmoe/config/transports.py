@@ -80,18 +80,16 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
     Args:
         gpu: the weights are in GPU memory.
         together: all ranks share one machine's memory.
-        shared: trainer and engines share GPUs (`engines.share_gpus`).
+        shared: trainer and engines use the same GPUs in turn (`placement`).
 
     Raises:
         ConfigError: the transport cannot be used there.
     """
-    if gpu and shared and not together:
-        hint = "keep the trainer and all engines on one machine, or give engines GPUs of their own"
-        raise ConfigError("engines.share_gpus", got="true", expected="false because the run spans several machines", hint=hint)
+    if shared and not together:
+        hint = "keep the trainer and all engines on one machine"
+        raise ConfigError("placement", got="colocated", expected="split because the run spans several machines", hint=hint)
     name = resolved(wanted, gpu, together, shared)
     entry = TRANSPORTS[name]
-    if gpu and shared and entry.unshared:
-        raise ConfigError(_KEY, got=name, expected=f"{choices(shareable)} where trainer and engines share GPUs")
     if not together and entry.one_host:
         hint = "leave it out, or keep the trainer and all engines on one machine"
         expected = f"{choices(lambda one: not one.one_host)} between several machines"
@@ -105,12 +103,12 @@ def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: 
     """Return the transport that a choice means, even if it cannot be used there. For the arguments see `transport_for`."""
     if wanted != AUTO:
         return wanted
-    able = (name for name, one in TRANSPORTS.items() if one.gpu == gpu and (together or not one.one_host))
-    return next(name for name in able if not (gpu and shared and TRANSPORTS[name].unshared))
+    able = (name for name, one in TRANSPORTS.items() if one.gpu == gpu and (together or shared or not one.one_host))
+    return next(name for name in able if not (shared and TRANSPORTS[name].unshared))
 
 
 def unshared(wanted: TransportChoice) -> str:
-    """Return why a choice cannot serve a trainer and engines that share GPUs; empty if it can."""
+    """Return why a choice cannot serve a trainer and engines on the same GPUs; empty if it can."""
     return "" if wanted == AUTO else TRANSPORTS[wanted].unshared
 
 
@@ -130,7 +128,7 @@ def description() -> str:
 
 
 def shareable(one: TransportEntry) -> bool:
-    """Return whether a transport serves a trainer and engines that share GPUs."""
+    """Return whether a transport serves a trainer and engines on the same GPUs."""
     return one.gpu and not one.unshared
 
 

@@ -18,7 +18,7 @@ from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.gpus import NO_GPU
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.errors import ConfigError
-from asyncmoe.plan import memory, relief
+from asyncmoe.plan import relief
 from asyncmoe.trainer.model import switches
 
 TAKES_FLOAT32 = frozenset({"triton", "torch_native", "flex_attention"})
@@ -56,7 +56,7 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
 
 @_of_run
 def placement(machine: Machine, run: PlannedRun) -> Finding:
-    """Check that every process has a GPU, its own or shared on purpose, and that a transport connects the GPUs (and the machines, if there
+    """Check that every process has a GPU, its own or in turn, and that a transport connects the GPUs (and the machines, if there
     are several) that exchange weights."""
     way = run.way()
     backend = sglang_arguments.value(run.config.engines.args, "--attention-backend")
@@ -81,7 +81,7 @@ def _told(wanted: Wanted, devices: Devices) -> str:
     engines = tuple(device for engine in devices.engines for device in engine)
     parts = [f"trainer on {named(devices.trainer)}"] if devices.trainer else []
     parts += [f"{counted(wanted.engines, 'engine')} on {named(engines)}"] if engines else []
-    return ", ".join(parts) + (f", {named(devices.shared)} shared on purpose" if devices.shared else "")
+    return ", ".join(parts) + (f", in turn on {named(devices.shared)}" if devices.shared else "")
 
 
 @_of_run
@@ -95,6 +95,6 @@ def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
             mine = trainer if card.number in devices.trainer else relief.NOTHING
             others = engine if any(card.number in one for one in devices.engines) else relief.NOTHING
             gpu_gb = (card.memory_mib << 20) / 1e9
-            if mine.total + others.total > memory.usable(gpu_gb):
-                raise relief.too_large(mine, others, gpu_gb, labelled([card]))
+            for refusal in budget.Budget(mine, others, gpu_gb, shared=run.config.in_turn).refusals:
+                raise ConfigError(f"memory of {labelled([card])}", got=refusal.got, expected=refusal.expected, hint=refusal.hint)
     return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")

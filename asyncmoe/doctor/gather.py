@@ -12,6 +12,7 @@ from asyncmoe import build
 from asyncmoe.config import Config
 from asyncmoe.doctor import nvidia, pythons
 from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.packages import SAVER
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.rpc import nics
@@ -21,7 +22,7 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
     """Return the facts of this machine, and of the configuration, if any. Every program called has a time limit."""
     package = Path(asyncmoe.__file__).resolve().parent
     declared = pythons.declared(package.parent)
-    names, engines = tuple(declared.specifiers), str(engine_python(config.engines.python if config is not None else None))
+    names, engines = (*declared.specifiers, SAVER), str(engine_python(config.engines.python if config is not None else None))
     with ThreadPoolExecutor() as pool:
         trainer = pool.submit(pythons.look, sys.executable, names)
         engine = pool.submit(pythons.look, engines, names) if engines != sys.executable else None

@@ -46,7 +46,7 @@ def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]
         yield Finding(state, f"compute mode of {labelled(closed)} is Prohibited", _compute_mode(closed), "Default")
     shared = {number for _, devices in taken for number in devices.shared}
     if alone := [card for card in there if card.compute_mode == "Exclusive_Process" and card.number in shared]:
-        what = f"compute mode of {labelled(alone)} is Exclusive_Process, and the trainer and an engine share {labelled(alone)}"
+        what = f"compute mode of {labelled(alone)} is Exclusive_Process, and the trainer and an engine use {labelled(alone)} in turn"
         yield Finding(state, what, _compute_mode(alone), "a GPU that two processes can use")
     if used := [card for card in there if card.busy]:
         what = f"other processes use up to {max(card.used_mib for card in used)} MiB of {labelled(used)}"

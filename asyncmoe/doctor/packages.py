@@ -8,6 +8,8 @@ from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.installed import fix, rebuild, rebuild_with_kernels
 
+SAVER = "torch-memory-saver"
+"""SGLang's requirement for --enable-memory-saver, which `placement: colocated` passes; only on GPUs."""
 _BUILD_TE = "run: make transformer-engine GPU=1"
 """Plain pip would build Transformer Engine's PyTorch extension against another torch than the installed one."""
 
@@ -66,7 +68,11 @@ def sglang(machine: Machine) -> Finding:
     if wrong := _wrong(machine, machine.engine_python, "sglang"):
         wanted = machine.requirements.get("sglang", "")
         return finding.error(wrong, f"set engines.python to a Python that has sglang{wanted}, or run: {_engine(machine)}")
-    return finding.ok(machine.engine_python.packages["sglang"])
+    found, in_turn = machine.engine_python.packages, machine.run is not None and machine.run.config.in_turn
+    if in_turn and machine.nvidia.present and SAVER not in found:
+        what = f"{SAVER}, by which engines release memory, is not installed in {machine.engine_python.executable}"
+        return finding.error(what, f"run: {_engine(machine)}")
+    return finding.ok(found["sglang"])
 
 
 def extension(machine: Machine) -> Finding:

@@ -32,14 +32,14 @@ class PlannedRun:
     @property
     def over_nccl(self) -> bool:
         """True if ranks of trainer and engines share an NCCL communicator."""
-        sync, shared = self.config.sync, self.config.shares_gpus
+        sync, shared = self.config.sync, self.config.in_turn
         if sync.method != "reshard":
             return sync.method == "broadcast"
         return TRANSPORTS[resolved(sync.transport, True, not self.several, shared)].nccl
 
     def way(self) -> str:
         """Return what carries weights between GPUs: a method or a transport. Raises ConfigError if `sync.transport` cannot serve there."""
-        sync, shared = self.config.sync, self.config.shares_gpus
+        sync, shared = self.config.sync, self.config.in_turn
         return transport_for(sync.transport, True, not self.several, shared) if sync.method == "reshard" else sync.method
 
     @property

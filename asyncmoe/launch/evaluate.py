@@ -76,7 +76,7 @@ def alone(config: Config, model: Path, folder: Path) -> Config:
             "train": "full",
             "placement": "split",
             "trainer": TrainerSection(),
-            "engines": engines.model_copy(update={"first_gpu": engines.first_gpu or 0, "share_gpus": False, "nodes": 1}),
+            "engines": engines.model_copy(update={"first_gpu": engines.first_gpu or 0, "nodes": 1}),
             "evaluation": asked.model_copy(update={"every": 1, "max_concurrent": asked.max_concurrent or config.max_concurrent}),
             "sync": SyncSection(method="broadcast"),  # it needs no engine memory
         }

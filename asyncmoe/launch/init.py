@@ -43,6 +43,7 @@ _COMMENTS = {
     "lora": "Adapters of every layer.",
     "engines": "SGLang servers.",
     "trainer": "Megatron ranks.",
+    "placement": "Trainer and engine use the GPU in turn.",
 }
 
 
@@ -123,7 +124,7 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
     values |= {"train": "full", "engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
     values["engines"] |= {"dtype": "bfloat16"} if count else {}  # SGLang's attention on Hopper does not support float32
     if count == 1:
-        values["engines"]["share_gpus"], values["trainer"]["recompute"] = True, "full"
+        values["placement"], values["trainer"]["recompute"] = "colocated", "full"
         if budget.of_run(configuration.parse(values), hf, gpu_gb).refusals:
             values["train"] = "lora"
     for name, section in _split(hf, Cluster(2, count // 2, gpu_gb, context)).items() if count > 1 else ():

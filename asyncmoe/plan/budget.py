@@ -38,7 +38,7 @@ class Budget:
         engine: memory of the largest rank.
         gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
-        shared: a trainer rank and an engine share each GPU.
+        shared: a trainer rank and an engine use each GPU in turn.
         host: bytes of host memory that a trainer rank needs, by the configuration key that requires them.
     """
 
@@ -52,14 +52,13 @@ class Budget:
     @property
     def line(self) -> str:
         """The line that states this budget in a YAML file."""
-        where = " on CPU" if self.cpu else " together" if self.shared else ""
+        where = " on CPU" if self.cpu else " in turn" if self.shared else ""
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
     @property
     def refusals(self) -> tuple[ConfigError, ...]:
         """Errors for GPUs that cannot hold their part of the run, with fixes; empty if all fit."""
-        every = [(self.trainer, self.engine)] if self.shared else [(self.trainer, relief.NOTHING), (relief.NOTHING, self.engine)]
-        room = memory.usable(self.gpu_gb)
+        every, room = [(self.trainer, relief.NOTHING), (relief.NOTHING, self.engine)], memory.usable(self.gpu_gb)
         return tuple(relief.too_large(*held, self.gpu_gb) for held in every if sum(one.total for one in held) > room)
 
 
@@ -79,7 +78,7 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, engine_parallel(config), serves)
-    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, needs)
+    return Budget(largest, engine, gpu_gb, cpu, config.in_turn and not cpu, needs)
 
 
 def check_host(config: Config, found: Budget, ram: int) -> None:
@@ -133,18 +132,17 @@ def stages(config: Config, hf: Hf, gpu_gb: float, cpu: bool = False) -> bool:
         return False
     if cpu:
         return True
-    trainer, engine = least(config, hf, True, memory.LEAST)
-    return engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb)
+    return least(config, hf, True, memory.LEAST)[1].fits(gpu_gb)
 
 
 def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
-    """Return the server arguments that bound an engine's memory, to leave room for staged weights and for a trainer on the same GPU. By
-    default SGLang leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py) and assumes that it has the GPU to
-    itself. The result is empty without staging and sharing, and omits arguments that the user gives.
+    """Return the server arguments that bound an engine's memory, to leave room for staged weights and for a trainer that sleeps on the same
+    GPU. By default SGLang leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py) and assumes that it has the GPU to
+    itself. The result is empty if engines neither stage nor take turns, and omits arguments that the user gives.
 
-    The KV cache gets the rest of the GPU; on a shared GPU, at most what `engines.max_running` conversations can fill. It is bounded in
-    tokens, because the free memory at an engine's start depends on the progress of the trainer on the same GPU. The memory fraction leaves
-    room for these tokens and keeps the rest of the GPU free.
+    The KV cache gets the rest of the GPU. It is bounded in tokens, because the free memory at an engine's start differs: at first the
+    trainer has at most a context, at a restart it sleeps. The memory fraction leaves room for these tokens and keeps the rest of the GPU
+    free.
 
     Args:
         gpu_gb: memory of each GPU in GB.
@@ -156,16 +154,15 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     section, staged = config.engines, stages(config, hf, gpu_gb)
     serves = serving(config, hf, staged=staged)
     parallel, given = engine_parallel(config), _tokens(config)
-    trainer, wanted = least(config, hf, staged)
-    room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
+    asleep = GpuMemory({"context": memory.ASLEEP} if config.in_turn else {})
+    _, wanted = least(config, hf, staged)
+    room = memory.usable(gpu_gb) - asleep.total
     if wanted.total > room:
-        raise relief.too_large(trainer if section.share_gpus else relief.NOTHING, wanted, gpu_gb)
-    if not staged and not section.share_gpus:
+        raise relief.too_large(asleep, wanted, gpu_gb)
+    if not staged and not config.in_turn:
         return ()
     without = memory.engine(hf, parallel, replace(serves, tokens=0))
     tokens = given or (room - without.total) // memory.kv_bytes(hf, parallel, serves.dtype) * parallel.attn_dp
-    if section.share_gpus and not given:
-        tokens = min(tokens, serves.tokens)
     besides = sum(nbytes for name, nbytes in without.parts.items() if name not in _STATIC)
     fraction = (_FRACTION, f"{int(1000 * (room - besides) / room) / 1000:g}")
     bound = () if given else (_TOKENS, str(tokens // parallel.attn_dp))
@@ -175,7 +172,7 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
 def is_bounded(config: Config) -> bool:
     """Return whether an engine needs no memory bounds other than the user's (see `engine_arguments`)."""
     given = _tokens(config) is not None and sglang_arguments.value(config.engines.args, _FRACTION) is not None
-    return given or not (config.sync.method == "reshard" or config.engines.share_gpus)
+    return given or config.sync.method != "reshard"
 
 
 def _tokens(config: Config) -> int | None:
@@ -263,7 +260,7 @@ def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> E
 def _communicators(config: Config, cpu: bool) -> int:
     """Return the bytes of the NCCL communicator over which a rank exchanges weights."""
     sync = config.sync
-    over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.shares_gpus)].nccl
+    over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.in_turn)].nccl
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return sync.nccl_max_ctas * CTA_BYTES

@@ -43,7 +43,7 @@ def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = 
     governed = [(nbytes, way) for nbytes, _, way in parts if way is not None]
     ways = list(dict.fromkeys(way for nbytes, way in governed if nbytes >= min(governed[0][0], _LARGE * total)))
     if len(sides) > 1:
-        ways.append("more GPUs and engines.share_gpus=false")
+        ways.append("more GPUs and placement=split")
     whose = " and ".join(side[0] for side in sides)
     largest = ", ".join(f"{name} {nbytes / 1e9:.3g}" for nbytes, name, _ in parts[:3])
     return ConfigError(

@@ -46,7 +46,8 @@ TRAINER = PythonFacts(
     kernels=Kernels(cuda=True, capability=(9, 0), transformer_engine=(2, 8, 0)),
     transformer_engine=True,
 )
-ENGINE = replace(TRAINER, executable="/engine/bin/python", packages={"sglang": "0.5.23", "torch": "2.9.0+cu128"}, transformer_engine=False)
+_SERVES = {"sglang": "0.5.23", "torch": "2.9.0+cu128", "torch-memory-saver": "0.0.10"}
+ENGINE = replace(TRAINER, executable="/engine/bin/python", packages=_SERVES, transformer_engine=False)
 NODE = Machine(
     host="node01",
     requirements=REQUIREMENTS,

@@ -238,15 +238,27 @@ def test_colocated_sets_what_it_needs_and_refuses_the_rest() -> None:
     assert (made.run.mode, made.rollout.interruption, made.queue.staleness.max_staleness) == ("sync", "abort_resume", 0)
     for key, value in (
         ("run.mode", "async"),
+        ("run.mode", "one_step_off"),
         ("rollout.interruption", "in_place"),
+        ("rollout.interruption", "retract"),
+        ("queue.staleness.max_staleness", 1),
         ("sync.method", "broadcast"),
+        ("sync.method", "disk"),
         ("sync.delta", "auto"),
+        ("sync.transport", "nccl"),
         ("cluster.network", "10.0.0.0/8"),
+        ("cluster.trainer_nodes", 2),
+        ("cluster.engine_nodes", 2),
         ("launch", "ray"),
         ("engines.join", True),
-        ("engines.share_gpus", True),
+        ("engines.nodes", 2),
+        ("engines.first_gpu", 1),
     ):
-        assert key in refused({**with_value(key, value), "placement": "colocated"}).what
+        values = {**with_value(key, value), "placement": "colocated"}
+        values.setdefault("engines", {})["tp"] = values.setdefault("trainer", {})["ranks"] = 2
+        error = refused(values)
+        assert (error.what, str(error.got).lower()) == (f"config: {key}", str(value).lower())
+        assert "placement is colocated" in str(error.expected)
 
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:

@@ -31,7 +31,6 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
         (("engines.nodes=2",), "engines.nodes: got 2, expected a divisor of engines.tp = 1"),
         (("engines.nodes=0",), "engines.nodes: got 0, expected greater than 0"),
         (("engines.tp=2", "engines.nodes=2", "train=lora"), "engines.nodes: got 2, expected 1 because train is lora"),
-        (("engines.tp=2", "engines.nodes=2", "engines.share_gpus=true"), "engines.nodes: got 2, expected 1 because engines.share_gpus"),
         (("engines.tp=4", "engines.dp_attention=3"), "engines.dp_attention: got 3, expected a divisor of engines.tp = 4"),
         (("engines.tp=2", "engines.dp_attention=2", "train=lora"), "engines.dp_attention: got 2, expected 1 because train is lora"),
         (("engines.tp=2", "engines.dp_attention=2", "engines.nodes=2"), "engines.dp_attention: got 2, .* because engines.nodes is 2"),

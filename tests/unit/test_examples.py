@@ -41,7 +41,7 @@ def test_it_suits_its_model_its_nodes_are_equally_full_and_its_comments_say_what
     text = (REPOSITORY / path).read_text()
     config, hf = configured(path)
     models.check(config, hf)
-    ((gpu_gb, where),) = re.findall(r"^# memory: trainer \S+ GB, engine \S+ GB of ([\d.]+)( on CPU| together)?$", text, re.MULTILINE)
+    ((gpu_gb, where),) = re.findall(r"^# memory: trainer \S+ GB, engine \S+ GB of ([\d.]+)( on CPU| in turn)?$", text, re.MULTILINE)
     cpu = where == " on CPU"
     found = budget.of_run(config, hf, float(gpu_gb), cpu)
     assert found.line in text.splitlines()
@@ -56,8 +56,9 @@ def test_it_suits_its_model_its_nodes_are_equally_full_and_its_comments_say_what
         assert engines * config.engines.tp == GPUS
     if path.parent.name == "one-node":
         assert f"asyncmoe run {path}\n" in text
-        assert f"--nodes=1 --gpus-per-node={GPUS} " in text
-        assert f"{ranks} train, {GPUS - ranks} generate" in text
+        assert f"--nodes=1 --gpus-per-node={ranks if config.in_turn else GPUS} " in text
+        assert f"with {ranks} H100" in text if config.in_turn else f"{ranks} train, {GPUS - ranks} generate" in text
+        assert engines * config.engines.tp == (ranks if config.in_turn else GPUS - ranks)
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, marks=pytest.mark.thorough) if p.name in LONG else p for p in YAMLS], ids=str)

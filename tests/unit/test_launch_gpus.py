@@ -1,4 +1,4 @@
-"""Runs on 1, 2, 8, 16 and 128 GPUs: which GPU every process has, what it may hold there, and what stops a run before it starts; also on
+"""Runs on 1, 2, 4, 8, 16 and 128 GPUs: which GPU every process has, what it may hold there, and what stops a run before it starts; also on
 machines whose GPUs are not all alike, free, whole or in nvidia-smi's order: only the GPUs that a run takes count.
 """
 
@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from doctor_machines import GPUS, NODE, but, shown
 
+from asyncmoe import models
 from asyncmoe.config import Config, devices, load
 from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.planned import PlannedRun
@@ -30,9 +31,14 @@ H200 = GpuFacts(0, "NVIDIA H200", 143771, 4, "Default", "9.0")
 Setup = tuple[str, int, GpuFacts, tuple[int, ...]]
 """An example, GPUs of each of its nodes, their kind, and how many processes of the run each kind of node has GPUs for."""
 SETUPS: dict[int, list[Setup]] = {
-    1: [("demo-gpu.yaml", 1, GPUS[0], (2,))],
+    1: [("demo-gpu.yaml", 1, GPUS[0], (2,)), ("one-node/colocated-1-gpu.yaml", 1, GPUS[0], (2,))],
     2: [("demo-gpus.yaml", 2, GPUS[0], (2,))],
-    8: [("one-node/qwen3-30b-a3b.yaml", 8, H200, (8,)), ("one-node/qwen3-30b-a3b-lora.yaml", 8, GPUS[0], (8,))],
+    4: [("one-node/colocated-4-gpus.yaml", 4, GPUS[0], (8,))],
+    8: [
+        ("one-node/qwen3-30b-a3b.yaml", 8, H200, (8,)),
+        ("one-node/qwen3-30b-a3b-lora.yaml", 8, GPUS[0], (8,)),
+        ("one-node/colocated-8-gpus.yaml", 8, GPUS[0], (16,)),
+    ],
     16: [("cluster/qwen3-30b-a3b.yaml", 8, GPUS[0], (8, 8)), ("cluster/qwen3-30b-a3b-lora-tools.yaml", 8, GPUS[0], (8, 8))],
     128: [("cluster/qwen3-235b-a22b.yaml", 8, GPUS[0], (8, 8)), ("cluster/qwen3-235b-a22b-lora.yaml", 8, GPUS[0], (8, 8))],
 }
@@ -61,8 +67,8 @@ def test_it_starts_but_not_with_a_gpu_too_few(total: int, name: str, gpus_each: 
     for found, number in zip(placed, processes, strict=True):
         taken = [*found.trainer, *(device for one in found.engines for device in one)]
         assert len(taken) == number
-        assert len(set(taken)) == (number if not config.engines.share_gpus else total)
-        assert bool(found.shared) == config.engines.share_gpus
+        assert len(set(taken)) == (number if not config.in_turn else total)
+        assert bool(found.shared) == config.in_turn
     assert preflight.judge(machine(config, hf, gpus_each, card)) == ()
     with pytest.raises(UserError) as caught:
         preflight.judge(machine(config, hf, gpus_each - 1, card))
@@ -115,13 +121,16 @@ def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu
     given = config.model_copy(update={"engines": config.engines.model_copy(update={"max_total_tokens": tokens})})
     held = budget.of_run(given, hf, gpu_gb)
     assert held.refusals == ()
-    trainer = held.trainer.total if config.engines.share_gpus else 0
+    asleep = budget.memory.ASLEEP if config.in_turn else 0
+    room = budget.memory.usable(gpu_gb) - asleep
     static = sum(held.engine.parts.get(part, 0) for part in ("weights", "adapters", "derived", "KV cache"))
     besides = held.engine.total - static
-    # However far a trainer on the same GPU has come when the engine starts: the cache finds its room, and so does what comes after it.
-    for free in (gpu_gb * 1e9 - trainer, gpu_gb * 1e9) if trainer else (gpu_gb * 1e9,):
+    assert held.engine.total <= room < held.engine.total + budget.memory.kv_bytes(hf, models.engine_parallel(config), "bfloat16")
+    # Whether a trainer on the same GPU has not begun or sleeps when the engine starts: the cache finds its room, and so does what comes
+    # after it.
+    for free in (gpu_gb * 1e9 - asleep, gpu_gb * 1e9):
         assert static < fraction * free
-    assert fraction * (budget.memory.usable(gpu_gb) - trainer) + besides <= budget.memory.usable(gpu_gb) - trainer + 1
+    assert fraction * room + besides <= room + 1
     command = engine_process.command(config, 0, "127.0.0.1", 31000, False, 0, None, arguments)
     assert command[-4:] == ["--max-total-tokens", str(tokens), "--mem-fraction-static", f"{fraction:g}"]
 
@@ -130,7 +139,7 @@ def test_what_the_user_gives_an_engine_is_not_given_again() -> None:
     config, hf = configured("demo-gpu.yaml", "engines.max_total_tokens=9000")
     assert budget.engine_arguments(config, hf, 80.0)[::2] == ("--mem-fraction-static",)
     config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static","0.3"]')
-    assert budget.engine_arguments(config, hf, 80.0) == ("--max-total-tokens", "131072")
+    assert budget.engine_arguments(config, hf, 80.0)[::2] == ("--max-total-tokens",)
     config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static=0.3","--max-total-tokens=7000"]')
     assert budget.engine_arguments(config, hf, 80.0) == ()
     config, hf = configured("cluster/qwen3-235b-a22b.yaml", "engines.max_total_tokens=null")
@@ -145,15 +154,15 @@ def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
     assert budget.stages(config, hf, 141.0)
     assert budget.engine_arguments(config, hf, 141.0)
     assert budget.stages(config, hf, 80.0, cpu=True)
-    shared, hf = configured("demo-gpu.yaml")
-    assert budget.stages(shared, hf, 80.0)
+    in_turn, hf = configured("demo-gpu.yaml")
+    assert not budget.stages(in_turn, hf, 80.0)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "gpu_gb", "got"),
     [
         ("cluster/qwen3-30b-a3b.yaml", ("engines.tp=2", "engines.ep=2"), 40.0, " GB of an engine ("),
-        ("demo-gpu.yaml", (), 12.0, "14.8 GB of the trainer and an engine ("),
+        ("demo-gpu.yaml", (), 15.5, "16.2 GB of the trainer and an engine ("),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], gpu_gb: float, got: str) -> None:
@@ -257,8 +266,9 @@ def test_what_does_not_concern_the_run_is_not_spoken_of(found: list[GpuFacts], c
 REFUSED: list[tuple[Callable[[], Machine], str]] = [
     (lambda: node(FULL, [H100] * 6 + [H200] * 2), "memory of GPU 0: 101 GB of the trainer ("),
     (lambda: node(TWO, [H100, PROHIBITED]), "compute mode of GPU 1 is Prohibited"),
-    (lambda: node(ONE, [EXCLUSIVE]), "compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine share GPU 0"),
-    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "14.8 GB of the trainer and an engine"),
+    (lambda: node(ONE, [EXCLUSIVE]), "compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine use GPU 0 in turn"),
+    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "memory of GPU 0: 14.2 GB of an engine ("),
+    (lambda: node(ONE, [H100], engine__packages={"torch-memory-saver": None}), "torch-memory-saver, by which engines release memory"),
     (lambda: node(TWO, [V100] * 2), "GPUs 0, 1 of compute capability 7.0"),
     (lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")), "the extension's kernels are not built"),
     (lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), sees=(6, 0)), "60000 MiB of GPU 1 (nvidia-smi: 0)"),

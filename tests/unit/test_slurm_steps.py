@@ -76,6 +76,8 @@ def test_what_does_not_fit_is_named(nodes: int, overrides: tuple[str, ...], word
 )
 def test_what_an_allocation_implies(nodes: int, overrides: tuple[str, ...], more: tuple[str, ...]) -> None:
     assert steps.implied(job(nodes), config(*overrides)) == ("engines.join=true", *more)
+    with pytest.raises(ConfigError, match="placement: got colocated"):
+        steps.implied(job(nodes), config("placement=colocated", "queue.staleness.max_staleness=0"))
 
 
 def test_a_node_has_a_gpu_for_every_process() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from reshard_ranks import on_ranks, single
 
-from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
+from asyncmoe.config.transports import TRANSPORTS, TransportEntry, resolved, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.reshard import Exchanger, Plan, plan
@@ -49,15 +49,15 @@ def refusal(name: str, gpu: bool, together: bool, shared: bool) -> ConfigError |
 def test_auto_always_serves_and_each_is_refused_just_where_it_cannot() -> None:
     assert [transport_for("auto", gpu) for gpu in (False, True)] == ["shm", "ipc"]
     assert transport_for("auto", gpu=True, together=False) == "nccl"
-    with pytest.raises(ConfigError, match=r"engines.share_gpus: got true"):
-        transport_for("auto", gpu=True, together=False, shared=True)
-    for gpu, together, shared in product((False, True), repeat=3):
-        if gpu and shared and not together:
-            continue  # refused whatever the transport
-        assert transport_for("auto", gpu, together, shared) in TRANSPORTS
+    for gpu, together in product((False, True), repeat=2):
+        error = refusal("auto", gpu, together=False, shared=True)
+        assert (error is not None, error and error.what) == (True, "placement")
+        assert not TRANSPORTS[transport_for("auto", gpu, shared=True)].unshared
+        assert resolved("auto", gpu, together=False, shared=True) == transport_for("auto", gpu)
+        assert transport_for("auto", gpu, together) in TRANSPORTS
         for name, entry in TRANSPORTS.items():
-            serves = entry.gpu == gpu and (together or not entry.one_host) and not (gpu and shared and entry.unshared)
-            refused = refusal(name, gpu, together, shared)
+            serves = entry.gpu == gpu and (together or not entry.one_host)
+            refused = refusal(name, gpu, together, shared=False)
             assert (refused is None) == serves
             if refused is not None:
                 assert (refused.what, refused.got) == ("sync.transport", name)

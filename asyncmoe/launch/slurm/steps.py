@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import UserError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.commands import EngineMachine, engine_machines
 
 _PORTS = range(20000, 32000)
@@ -92,7 +92,14 @@ def place(allocation: Allocation, config: Config) -> Placement:
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
     """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node with
-    an address that other machines can reach, the engines' GPUs come after the trainer's."""
+    an address that other machines can reach, the engines' GPUs come after the trainer's.
+
+    Raises:
+        ConfigError: trainer and engines would use the same devices in turn.
+    """
+    if config.in_turn:
+        hint = "start it on one node without slurm/train.sbatch: sbatch --nodes=1 --exclusive --wrap 'asyncmoe run CONFIG'"
+        raise ConfigError("placement", got="colocated", expected="split because a SLURM job's engines have GPUs of their own", hint=hint)
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []

@@ -230,7 +230,7 @@ class TrainerRanks:
     def _keep(self, engines: Engines) -> tuple[Store, str]:
         """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
         config, model, sync = self.config, self.model, self.config.sync
-        world, shared = model.mesh.world, config.shares_gpus
+        world, shared = model.mesh.world, config.in_turn
         # If GPUs cannot read each other's memory, `auto` chooses as it does between machines.
         together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
         hosted = hosting.host(config.cluster.network)

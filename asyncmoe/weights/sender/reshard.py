@@ -62,7 +62,7 @@ class ReshardPublisher(Publisher):
     """
 
     def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
-        opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.shares_gpus))
+        opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.in_turn))
         _check_dtypes(config, model)
         self._config, self._model, self._expected = config, model, expected
         # For the sending thread only: the trainer's main thread uses other groups at the same time.

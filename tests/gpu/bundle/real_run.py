@@ -48,7 +48,7 @@ def configured(folder: Path, card: bool, settings: list[str]) -> Config:
     common = [
         f"run.dir={folder / 'run'}",
         f"engines.python={tiny_run.python(folder)}",
-        f"engines.share_gpus={str(card).lower()}",
+        f"placement={'colocated' if card else 'split'}",
         f"sync.transport={'ipc' if card else 'shm'}",
         f"engines.args={json.dumps(args)}",
         "telemetry.tensorboard=false",

@@ -120,10 +120,10 @@ def main() -> None:
 
 
 def configuration(folder: Path, card: bool) -> dict[str, Any]:
-    """A tiny model on one rank and one engine; on a card both share it, in bfloat16, through CUDA IPC."""
+    """A tiny model on one rank and one engine; on a card both use it in turn, in bfloat16, through CUDA IPC."""
     dtype = "bfloat16" if card else "float32"
     engines: dict[str, Any] = {"count": 1, "dtype": dtype, "max_running": 16, "max_total_tokens": 16384}
-    engines |= {"python": str(python(folder)), "share_gpus": card}
+    engines |= {"python": str(python(folder))}
     made = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
     return {
         "run": {"dir": str(folder / "run"), "steps": STEPS},
@@ -136,6 +136,7 @@ def configuration(folder: Path, card: bool) -> dict[str, Any]:
         "sync": {"transport": "ipc" if card else "shm", "timeout_s": 60},
         "queue": {"staleness": {"max_staleness": 0}},
         "telemetry": {"tensorboard": False},
+        "placement": "colocated" if card else "split",
     }
 
 

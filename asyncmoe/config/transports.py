@@ -86,7 +86,7 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
         ConfigError: the transport cannot be used there.
     """
     if shared and not together:
-        hint = "keep the trainer and all engines on one machine"
+        hint = "keep the trainer and all engines on one machine, and ASYNCMOE_HOST unset"
         raise ConfigError("placement", got="colocated", expected="split because the run spans several machines", hint=hint)
     name = resolved(wanted, gpu, together, shared)
     entry = TRANSPORTS[name]

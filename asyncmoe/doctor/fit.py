@@ -72,7 +72,7 @@ def placement(machine: Machine, run: PlannedRun) -> Finding:
         if far := next((pair for pair in pairs if frozenset(pair) in apart), None):
             return finding.error(
                 f"{labelled([visible[one] for one in far])} cannot access each other's memory, as sending weights over {way} requires",
-                "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
+                "set sync.transport=nccl with placement=split, or look at nvidia-smi topo -p2p r and access control of PCI bridges (ACS)",
             )
     return finding.ok(f"{'; or '.join(_told(wanted, devices) for wanted, devices in placed)}; weights go over {way}")
 

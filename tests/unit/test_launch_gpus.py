@@ -138,7 +138,7 @@ def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu
 def test_what_the_user_gives_an_engine_is_not_given_again() -> None:
     config, hf = configured("demo-gpu.yaml", "engines.max_total_tokens=9000")
     assert budget.engine_arguments(config, hf, 80.0)[::2] == ("--mem-fraction-static",)
-    config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static","0.3"]')
+    config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static","0.3"]', "engines.max_total_tokens=null")
     assert budget.engine_arguments(config, hf, 80.0)[::2] == ("--max-total-tokens",)
     config, hf = configured("demo-gpu.yaml", 'engines.args=["--mem-fraction-static=0.3","--max-total-tokens=7000"]')
     assert budget.engine_arguments(config, hf, 80.0) == ()
@@ -162,7 +162,7 @@ def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
     ("name", "overrides", "gpu_gb", "got"),
     [
         ("cluster/qwen3-30b-a3b.yaml", ("engines.tp=2", "engines.ep=2"), 40.0, " GB of an engine ("),
-        ("demo-gpu.yaml", (), 15.5, "16.2 GB of the trainer and an engine ("),
+        ("demo-gpu.yaml", (), 15.5, "16.3 GB of the trainer and an engine ("),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], gpu_gb: float, got: str) -> None:
@@ -267,7 +267,7 @@ REFUSED: list[tuple[Callable[[], Machine], str]] = [
     (lambda: node(FULL, [H100] * 6 + [H200] * 2), "memory of GPU 0: 101 GB of the trainer ("),
     (lambda: node(TWO, [H100, PROHIBITED]), "compute mode of GPU 1 is Prohibited"),
     (lambda: node(ONE, [EXCLUSIVE]), "compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine use GPU 0 in turn"),
-    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "memory of GPU 0: 14.2 GB of an engine ("),
+    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "memory of GPU 0: 14.3 GB of an engine ("),
     (lambda: node(ONE, [H100], engine__packages={"torch-memory-saver": None}), "torch-memory-saver, by which engines release memory"),
     (lambda: node(TWO, [V100] * 2), "GPUs 0, 1 of compute capability 7.0"),
     (lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")), "the extension's kernels are not built"),

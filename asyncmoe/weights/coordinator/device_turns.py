@@ -1,12 +1,7 @@
 """The controller's end of devices in turn (`asyncmoe.occupancy`): has engines release and take memory as the trainer waits for its turn.
 
-The turn passes on once every engine holds what the next state allows, or is fenced and its processes are gone. So each state ends in time:
-
-    generating  queue.lease_timeout_s for the batch; an engine that hangs is fenced after engines.hang_timeout_s
-    draining    sync.timeout_s for the responses that are cut short, whose engine is then fenced, and for each release
-    asleep      engines.start_timeout_s and `_LATE_S` for an engine that starts
-    training    the trainer's own limits: trainer.timeout_s, watch.end_after_s
-    waking      sync.timeout_s for each engine to take memory, and for each part of the update
+The turn passes on once every engine holds what the next state allows, or is fenced and its processes are gone. docs/guides/colocated.md
+lists the limits of each state.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 from unittest.mock import Mock
 
@@ -61,30 +60,35 @@ async def test_an_engine_that_does_not_end_its_responses_is_fenced() -> None:
 async def test_the_turn_passes_on_only_once_a_fenced_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, pool = turns_of(2)
     lost: Any = pool.members[1].engine
-    lost.pid, lives = 7, {7}
-    monkeypatch.setattr(device_turns, "lives", lives.__contains__)
+    lost.pid, looked = 7, list[DeviceTurn]()
     pool.fence(pool.members[1], "it hangs")
+    monkeypatch.setattr(device_turns, "lives", lambda pid: pid == 7)
     with pytest.raises(WaitTimeout, match=r"engine\.1"):
         await turns.wait_for(DeviceTurn.TRAINING)
-    waiting = asyncio.create_task(turns.wait_for(DeviceTurn.TRAINING))
-    await asyncio.sleep(LIMIT_S / 2)
-    assert turns.turn is not DeviceTurn.TRAINING
-    lives.clear()
-    await waiting
+
+    def lives(pid: int) -> bool:
+        looked.append(turns.turn)
+        return len(looked) < 3
+
+    monkeypatch.setattr(device_turns, "lives", lives)
+    await turns.wait_for(DeviceTurn.TRAINING)
+    assert DeviceTurn.TRAINING not in looked[:3]
     assert turns.turn is DeviceTurn.TRAINING
 
 
 @asynchronous
-async def test_without_engines_the_run_waits_for_one_as_long_as_none_may_start() -> None:
+async def test_without_engines_the_run_waits_for_one_as_long_as_none_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, pool = turns_of(1)
-    pool.returns = lambda alone_s: alone_s < LIMIT_S
     await turns.wait_for(DeviceTurn.TRAINING)
+    now = [0.0]
+    monkeypatch.setattr("asyncmoe.engines.pool.time", Mock(monotonic=lambda: now[0]))
+    pool.returns = lambda alone_s: alone_s < LIMIT_S
     pool.fence(pool.members[0], "it is lost")
     assert pool.awaited
-    await asyncio.sleep(2 * LIMIT_S)
+    now[0] += 2 * LIMIT_S
     assert pool.awaited
     pool.asleep = False
-    await asyncio.sleep(2 * LIMIT_S)
+    now[0] += 2 * LIMIT_S
     assert not pool.awaited
 
 

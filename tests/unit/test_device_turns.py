@@ -10,7 +10,7 @@ import pytest
 from asyncmoe.engines.membership import RemoteEngine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.occupancy import DeviceTurn, Event, MemoryPart
+from asyncmoe.occupancy import TRAINER, DeviceTurn, Event
 from asyncmoe.rpc.messages import EngineJoin, TurnAwaited
 from asyncmoe.trainer import device_turns as trainers
 from asyncmoe.trainer.device_turns import TrainerTurns
@@ -92,41 +92,26 @@ async def test_without_engines_the_run_waits_for_one_as_long_as_none_may_start(m
     assert not pool.awaited
 
 
-@pytest.mark.parametrize("same", [True, False])
 @asynchronous
-async def test_a_fenced_engine_whose_memory_is_needed_is_killed_at_once_and_no_other_process(
-    monkeypatch: pytest.MonkeyPatch, same: bool
-) -> None:
-    started, killed = {7: 1}, list[int]()
+async def test_a_fenced_engine_whose_memory_is_needed_is_killed_at_once_and_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, killed = {7: 1, 8: 1}, list[int]()
     monkeypatch.setattr("asyncmoe.telemetry.processes.started", started.get)
     monkeypatch.setattr("os.killpg", lambda pid, _: killed.append(pid))
-    engine = RemoteEngine(EngineJoin("engine.0", "http://127.0.0.1:1", "k", "h", 1, 1, "", pid=7), 30.0, None)
-    started[7] += not same
-    engine.kill("it hangs")
-    assert killed == [7] * same
-    assert "it hangs" in (await engine.ask(0.0)).why
+    engines = [RemoteEngine(EngineJoin("engine.0", "http://127.0.0.1:1", "k", "h", 1, 1, "", pid=pid), 30.0, None) for pid in started]
+    started[8] = 2
+    for engine in engines:
+        engine.kill("it hangs")
+        assert "it hangs" in (await engine.ask(0.0)).why
+    assert killed == [7]
 
 
-@pytest.mark.parametrize(
-    ("before", "turn", "said", "held"),
-    [
-        (DeviceTurn.WAKING, DeviceTurn.GENERATING, None, set[MemoryPart]()),
-        (DeviceTurn.TRAINING, DeviceTurn.WAKING, None, {MemoryPart.PARAMETERS}),
-        (DeviceTurn.WAKING, DeviceTurn.TRAINING, Event.YIELDED, set[MemoryPart]()),
-    ],
-)
-def test_a_trainer_that_waits_holds_only_what_is_allowed_on_the_way(
-    monkeypatch: pytest.MonkeyPatch, before: DeviceTurn, turn: DeviceTurn, said: Event | None, held: set[MemoryPart]
-) -> None:
-    """Also if it must train on, or save, and no engine took its weights."""
+def test_a_trainer_whose_weights_no_engine_took_gives_them_up_before_it_trains_on_or_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     happened = list[Any]()
-    monkeypatch.setattr(trainers.keys, "read", Mock())
+    monkeypatch.setattr(trainers, "keys", Mock())
     monkeypatch.setattr(trainers, "Client", Mock(return_value=Mock(ask=lambda asked, _: happened.append(asked))))
-    monkeypatch.setattr(trainers.collectives, "barrier", Mock())
-    monkeypatch.setattr(trainers.collectives, "everyones", lambda mine: [mine])
-    waits = TrainerTurns(demo(), Mock(rank=0))
-    waits.wait_for(before)
-    waits.sleeper = Mock(hold=happened.append)
-    happened.clear()
-    waits.wait_for(turn)
-    assert happened[:2] == [held, TurnAwaited(turn, said)]
+    monkeypatch.setattr(trainers, "collectives", Mock(everyones=lambda mine: [mine]))
+    turns = TrainerTurns(demo(), Mock(rank=0))
+    turns.wait_for(DeviceTurn.WAKING)
+    turns.sleeper = Mock(hold=happened.append)
+    turns.wait_for(DeviceTurn.TRAINING)
+    assert happened[1:] == [set(), TurnAwaited(DeviceTurn.TRAINING, Event.YIELDED), TRAINER]

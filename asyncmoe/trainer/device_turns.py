@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
 from asyncmoe.config import Config
 from asyncmoe.occupancy import HOLDS, TRAINER, DeviceTurn, Event
 from asyncmoe.platform import collectives
@@ -10,8 +13,13 @@ from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import TurnAwaited
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.sleep import Sleeper
+
+if TYPE_CHECKING:
+    from asyncmoe.trainer.model.mesh import Mesh
+    from asyncmoe.trainer.model.sleep import Sleeper
+
+_LOOK_S = 1.0
+"""Seconds between two signs of life while a turn is awaited."""
 
 
 class TrainerTurns:
@@ -24,27 +32,31 @@ class TrainerTurns:
     def __init__(self, config: Config, place: Mesh) -> None:
         self.sleeper: Sleeper | None = None
         self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
+        self._asking = ThreadPoolExecutor(1)
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
         self._client = Client(
             keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.turns", trainer_epoch()
         )
 
     def wait_for(self, turn: DeviceTurn, event: Event | None = None) -> None:
-        """Wait until this state is reached, holding only what it allows too. Collective over all ranks.
+        """Wait until this state is reached, holding only what it allows too. Collective over all ranks. From WAKING, TRAINING is reached
+        without a publication.
 
         Raises:
             AsyncmoeError: the controller's failure; only rank 0 raises it, and its exit ends the other ranks.
         """
         if turn is self._turn and event is None:
             return
-        heartbeats.beat(f"waiting for its turn: {turn.value}")
+        if (self._turn, turn) == (DeviceTurn.WAKING, DeviceTurn.TRAINING):
+            event = Event.YIELDED
+        if event is Event.YIELDED:
+            self._turn = DeviceTurn.ASLEEP
         if self.sleeper is not None:
-            kept = HOLDS[DeviceTurn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
-            self.sleeper.hold(kept & TRAINER)
+            self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
         collectives.barrier()
-        if self._first:
-            self._client.ask(TurnAwaited(turn, event), self._limit_s)
-        collectives.barrier()
+        asked = self._asking.submit(self._client.ask, TurnAwaited(turn, event), self._limit_s) if self._first else None
+        while not all(collectives.everyones(_answered(asked))):
+            heartbeats.beat(f"waiting for its turn: {turn.value}")
         if self.sleeper is not None:
             self.sleeper.hold(HOLDS[turn] & TRAINER)
         self._turn = turn
@@ -52,3 +64,11 @@ class TrainerTurns:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def _answered(asked: Future[Any] | None) -> bool:
+    """Wait a little for an answer; return whether it is there. Raises the controller's failure."""
+    if asked is None or not wait([asked], _LOOK_S).done:
+        return asked is None
+    asked.result()
+    return True

@@ -29,6 +29,9 @@ from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 
 USABLE = 0.95
 """Planned share of a GPU's memory. The rest is for CUDA's context, NCCL's channels, and fragmentation."""
+ASLEEP = 2 * 10**9
+"""Planned bytes of a GPU that another process keeps while it sleeps: CUDA's context with loaded kernels, cuBLAS's workspaces, and NCCL's
+channels. A context alone takes 0.55 GB of an H200 (benchmarks/results/bundle-2026-11-26-nvidia-h200.json); the rest is not measured."""
 MARGIN = 0.25
 """Share of a trainer's activations and working set that a proposal also keeps free. Their formula was within 2 % of Megatron on a CPU, but
 has not been compared with a GPU, where kernels and the allocator decide. All else is exact or, for engines, SGLang's own estimate."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncmoe.occupancy import HOLDS, DeviceTurn, Held, MemoryPart
-from asyncmoe.plan.memory import GpuMemory
+from asyncmoe.plan.memory import ASLEEP, GpuMemory
 
 SLEEPS = frozenset({"optimizer", "gradients", "parameters"})
 """What a sleeping trainer takes off its device, by the names of `trainer.sleep`."""
-_CHOSEN = {"weights": "parameters", "adapters": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
+CHOSEN = {"weights": "parameters", "adapters": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
 """By part, its name in `trainer.sleep`."""
 _PARTS = {"parameters": MemoryPart.PARAMETERS}
 _BRIEF = ("activations", "working set", "checkpoint copy")
@@ -37,17 +37,19 @@ def phases(
         cpu: a reference policy stays in memory; on a GPU it is there only for its forward passes.
     """
     goes = dict.fromkeys(_BRIEF if cpu else (*_BRIEF, "reference"), MemoryPart.STATE)
-    goes |= {part: _PARTS.get(name, MemoryPart.STATE) for part, name in _CHOSEN.items() if name in sleeps}
-    turns = (DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING)
-    return {
-        turn: (max((_held(one, goes, HOLDS[turn]) for one in stages), key=lambda one: one.total), _held(engine, _ENGINE, HOLDS[turn]))
-        for turn in turns
-    }
+    goes |= {part: _PARTS.get(name, MemoryPart.STATE) for part, name in CHOSEN.items() if name in sleeps}
+    found = {}
+    for turn in (DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING):
+        context = {} if cpu else {"context": ASLEEP}
+        mine, theirs = (context, {}) if turn is DeviceTurn.GENERATING else ({}, context)
+        trainers = [_held(one, goes, HOLDS[turn], mine) for one in stages]
+        found[turn] = max(trainers, key=lambda one: one.total), _held(engine, _ENGINE, HOLDS[turn], theirs)
+    return found
 
 
 def moved(stage: GpuMemory, sleeps: frozenset[str] = SLEEPS) -> int:
     """Return the bytes of a trainer rank that go to host memory and come back; gradients are dropped."""
-    return sum(stage.parts.get(part, 0) for part, name in _CHOSEN.items() if name in sleeps and name != "gradients")
+    return sum(stage.parts.get(part, 0) for part, name in CHOSEN.items() if name in sleeps and name != "gradients")
 
 
 def backup(engine: GpuMemory) -> int:
@@ -56,5 +58,5 @@ def backup(engine: GpuMemory) -> int:
     return engine.parts["weights"] + engine.parts.get("derived", 0) if "adapters" in engine.parts else 0
 
 
-def _held(whole: GpuMemory, goes: Mapping[str, MemoryPart], allowed: Held) -> GpuMemory:
-    return GpuMemory({part: nbytes for part, nbytes in whole.parts.items() if part not in goes or goes[part] in allowed})
+def _held(whole: GpuMemory, goes: Mapping[str, MemoryPart], allowed: Held, besides: Mapping[str, int]) -> GpuMemory:
+    return GpuMemory({**{part: size for part, size in whole.parts.items() if part not in goes or goes[part] in allowed}, **besides})

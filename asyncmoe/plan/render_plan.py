@@ -17,10 +17,16 @@ from asyncmoe.plan.budget import OFFLOAD, Budget
 from asyncmoe.plan.disk import Disk
 from asyncmoe.plan.memory import MARGIN, ROUTES, USABLE, EngineMemory, GpuMemory, Hf, usable
 from asyncmoe.plan.split import Cluster, Split
+from asyncmoe.plan.switch import Move
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
 from asyncmoe.tables import grid, side_by_side
 
+_MOVES = {
+    "trainer_in": "trainer: parameters and optimizer's state, from host memory",
+    "trainer_out": "trainer: the same, to host memory",
+    "engines_in": "engines: new weights",
+}
 BATCH, GROUP = 384, 8
 """Prompts per step, and responses to each prompt, in the suggested simulation."""
 
@@ -46,6 +52,14 @@ def show_update(found: Forecast, dtype: str, method: str, nic: float, console: C
     console.print("The time is for the network alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
+def show_switch(found: Mapping[str, Move], console: Console) -> None:
+    """Print the moves of a switch from engines to the trainer and back."""
+    rows = [(_MOVES[name], [size(move.nbytes), f"{move.seconds:.3g} s"]) for name, move in found.items()]
+    rows.append(("in all", ["", f"{sum(move.seconds for move in found.values()):.3g} s"]))
+    console.print(grid("a switch to the trainer and back, one move after the other", ["bytes", "at least"], rows))
+    console.print("The time is that of the busiest device's bytes at the speed of data sheets: of an H100, or of an SSD on CPUs.")
+
+
 def kind(hf: Hf, dtype: str, adapter: bool) -> str:
     """Return the dtype of an update in words. Engines serve a float8 checkpoint as such, except for embedding, output layer and norms."""
     return dtype if adapter or float8_of(hf) is None else f"float8 and {dtype}"
@@ -54,14 +68,13 @@ def kind(hf: Hf, dtype: str, adapter: bool) -> str:
 def show_budget(found: Budget, console: Console) -> None:
     """Print the memory of a run's GPUs and machines, the line that states it in a YAML file, and fixes if the run does not fit."""
     columns = {"trainer": found.trainer, "engine": found.engine}
-    if found.shared:
-        columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
+    for turn, sides in found.phases.items():
+        columns[f"both, {turn}"] = GpuMemory({f"of the {name}": one.total for name, one in zip(columns, sides, strict=False)})
     _show_memory(columns, found.gpu_gb, console)
-    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}."]
-    for key, nbytes in found.host.items():
-        lines.append(f"# host memory: {nbytes / 1e9:.3g} GB a trainer rank, for the copy that {key} keeps")
-    for key, nbytes in found.engine.host.items():
-        lines.append(f"# host memory: {nbytes / 1e9:.3g} GB an engine rank, for what {key} records of the tokens in its KV cache")
+    most = max(found.phases, key=lambda turn: sum(one.total for one in found.phases[turn]), default=None)
+    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}."] if most is None else [f"Most memory is taken while {most}."]
+    for whose, host in (("a trainer", found.host), ("an engine", found.engine.host)):
+        lines += [f"# host memory: {nbytes / 1e9:.3g} GB {whose} rank, for what {key} keeps there" for key, nbytes in host.items()]
     lines += [found.line, *map(str, found.refusals)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

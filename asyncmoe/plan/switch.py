@@ -60,34 +60,27 @@ def moves(kept: int, backup: int, update: Forecast, rates: Rates) -> Mapping[str
     Args:
         kept: bytes of a trainer rank that go to host memory and come back, or of all ranks that write to one disk.
         backup: the same of an engine rank's weights, which only come back.
-        update: the weight update.
+        update: the weight update, at `rates.between`.
     """
-    arrive_s = max(update.within / rates.within, max(update.sent, update.received) / rates.between)
+    arrive_s = max(update.within / rates.within, update.seconds)
     return {
         "trainer_in": Move(kept, kept / rates.back),
         "trainer_out": Move(kept, kept / rates.out),
-        "engines_in": Move(backup + update.within + update.received, backup / rates.back + arrive_s),
+        "engines_in": Move(backup + update.received, backup / rates.back + arrive_s),
     }
 
 
-def of_run(config: Config, hf: Hf, sleeps: frozenset[str] = phases.SLEEPS) -> Mapping[str, Move]:
+def of_run(config: Config, hf: Hf) -> Mapping[str, Move]:
     """Return the moves of a run whose devices are used in turn. Raises as `budget.of_run`."""
     cpu, parallel, engine = budget.for_cpu(config), models.trainer_parallel(config), models.engine_parallel(config)
-    kept = [phases.moved(stage, sleeps) for stage in memory.trainer(hf, parallel, budget.training(config, hf, cpu))]
-    serves = budget.serving(config, hf, cpu, staged=False)
-    backup = phases.backup(memory.engine(hf, engine, serves))
-    update = traffic.foresee(
-        hf,
-        parallel,
-        engine,
-        config.engines.count,
-        dtype=serves.dtype,
-        adapter=serves.adapter,
-        first=None if cpu else first_gpu(config, False),
-    )
+    kept = [phases.moved(stage, budget.sleeps(config)) for stage in memory.trainer(hf, parallel, budget.training(config, hf, cpu))]
+    serves, rates = budget.serving(config, hf, cpu, staged=False), CPUS if cpu else H100
+    back = phases.backup(memory.engine(hf, engine, serves))
+    first, count, nic = None if cpu else first_gpu(config, False), config.engines.count, rates.between / 1e9
+    update = traffic.foresee(hf, parallel, engine, count, dtype=serves.dtype, adapter=serves.adapter, nic=nic, first=first)
     if cpu:
-        return moves(sum(kept) * parallel.tp * parallel.dp, backup * config.engines.count * engine.world, update, CPUS)
-    return moves(max(kept), backup, update, H100)
+        return moves(sum(kept) * parallel.tp * parallel.dp, back * count * engine.world, update, rates)
+    return moves(max(kept), back, update, rates)
 
 
 def bound(config: Config, hf: Hf) -> Mapping[str, float]:

@@ -23,8 +23,8 @@ class Forecast:
         model_bytes: size of the checkpoint or the adapter.
         wire: bytes sent between all ranks.
         sent, received: bytes of the trainer rank that sends the most, and of the engine rank that receives the most.
-        within: most bytes that an engine rank receives from the trainer rank on its own device; the figures above leave them out.
         seconds: transfer time of the busiest rank's bytes. Excludes packing, unpacking and any shortfall of the network.
+        within: most bytes that an engine rank receives from the trainer rank on its own device; only `received` counts them too.
     """
 
     model_bytes: int
@@ -60,10 +60,10 @@ def foresee(
     source, destination = payload.trainer(trainer, dtype), payload.engines(engine, dtype, engines, first=trainer.world)
     match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
     senders, receivers, nbytes = match.traffic().T
-    within = np.zeros(len(nbytes), bool) if first is None else senders == receivers - trainer.world + first
-    sent, received, kept = np.zeros((3, trainer.world + engines * engine.world), np.int64)
-    np.add.at(sent, senders[~within], nbytes[~within])
-    np.add.at(received, receivers[~within], nbytes[~within])
-    kept[receivers[within]] = nbytes[within]
-    most, seconds = [int(one.max()) for one in (sent, received, kept)], max(sent.max(), received.max()) / 1e9 / nic
-    return Forecast(payload.nbytes(dtype), int(sent.sum()), most[0], most[1], float(seconds), most[2])
+    own = np.zeros(len(nbytes), bool) if first is None else senders == receivers - trainer.world + first
+    sent, received, within = np.zeros((3, trainer.world + engines * engine.world), np.int64)
+    np.add.at(sent, senders[~own], nbytes[~own])
+    np.add.at(received, receivers, nbytes)
+    within[receivers[own]] = nbytes[own]
+    seconds = int(max(sent.max(), (received - within).max())) / 1e9 / nic
+    return Forecast(payload.nbytes(dtype), int(sent.sum()), int(sent.max()), int(received.max()), seconds, int(within.max()))

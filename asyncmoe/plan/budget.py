@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,8 +60,8 @@ class Budget:
     @property
     def refusals(self) -> tuple[ConfigError, ...]:
         """Errors for GPUs that cannot hold their part of the run, with fixes, for each phase if they are used in turn; empty if all fit."""
-        every: Mapping[DeviceTurn | None, Sides] = self.phases or {}
-        sides = list(every.items()) or [(None, (self.trainer, relief.NOTHING)), (None, (relief.NOTHING, self.engine))]
+        alone = [(None, (self.trainer, relief.NOTHING)), (None, (relief.NOTHING, self.engine))]
+        sides: Iterable[tuple[DeviceTurn | None, Sides]] = self.phases.items() or alone
         room = memory.usable(self.gpu_gb)
         return tuple(relief.too_large(*held, self.gpu_gb, turn=turn) for turn, held in sides if sum(one.total for one in held) > room)
 

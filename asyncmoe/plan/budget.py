@@ -113,9 +113,11 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
         return
     expected = f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free"
     if not share:
-        hint = "leave optimizer out of trainer.sleep, which keeps it on the GPUs, or give each its own GPUs with placement=split"
-        got = f"colocated, with which what sleeps takes {_gb(needed)} GB of the machine's memory"
-        raise ConfigError(PLACEMENT, got=got, expected=expected, hint=hint)
+        got, way = (
+            f"colocated, with which what sleeps takes {_gb(needed)} GB of the machine's memory",
+            "leave optimizer out of trainer.sleep",
+        )
+        raise ConfigError(PLACEMENT, got=got, expected=expected, hint=f"{way}, which keeps it on the GPUs, or set placement=split")
     state = ranks * found.host[OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(

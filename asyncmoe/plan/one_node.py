@@ -35,7 +35,7 @@ def of_node(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         with suppress(ConfigError):
             divided += suggest(hf, replace(cluster, nodes=cluster.gpus // gpus, gpus=gpus, machine=True), measured)
     if divided:
-        best = min(divided, key=lambda one: (one.trainer.offload, seconds(one, 0.0, 1.0)["in all"]))
+        best = min(divided, key=lambda one: (one.trainer.offload, -min(one.trained, one.sampled)))
         found.append(replace(best, name="split"))
     if not found:
         got = f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB"
@@ -56,22 +56,20 @@ def _in_turn(hf: Hf, cluster: Cluster, measured: Measured | None) -> Split | Non
     if (engine := engine_over(hf, _beside(shared, asleep), 1)) is None:
         return None
     most = max(sum(one.total for one in sides) for sides in phases([trainer.memory], engine.memory).values())
-    return made(hf, shared, (trainer, engine), "colocated", 1, 1, 1, measured) if most <= memory.usable(cluster.gpu_gb) else None
+    return made(hf, shared, (trainer, engine), "colocated", (1, 1, 1), measured) if most <= memory.usable(cluster.gpu_gb) else None
 
 
 def _beside(cluster: Cluster, asleep: GpuMemory) -> Cluster:
     return replace(cluster, gpu_gb=cluster.gpu_gb - asleep.total / memory.USABLE / 1e9)
 
 
-def moving(one: Split, update: Forecast) -> float:
-    """Return the seconds in which neither side works: of a switch in turn, or of an update that engines do not stage."""
-    if one.cluster.in_turn:
-        return sum(move.seconds for move in moves(moved(one.trainer.memory), backup(one.engine.memory), update, H100).values())
-    return 0.0 if one.engine.serving.staged else update.seconds
-
-
-def seconds(one: Split, moving_s: float, tokens: float) -> Mapping[str, float]:
-    """Return the seconds of a step that samples and trains so many tokens: in turn one after the other, divided at the same time."""
+def seconds(one: Split, update: Forecast, tokens: float) -> Mapping[str, float]:
+    """Return the seconds of a step that samples and trains so many tokens: in turn one after the other, with a switch; divided at the same
+    time, with a pause for an update that engines do not stage."""
     parts = {"generation": tokens / one.sampled, "training": tokens / one.trained}
-    works = sum(parts.values()) if one.cluster.in_turn else max(parts.values())
-    return {**parts, "switch": moving_s, "in all": works + moving_s}
+    if one.cluster.in_turn:
+        switch = moves(moved(one.trainer.memory), backup(one.engine.memory), update, H100)
+        parts["switch"] = sum(move.seconds for move in switch.values())
+        return {**parts, "in all": sum(parts.values())}
+    pause = 0.0 if one.engine.serving.staged else update.seconds
+    return {**parts, "switch": pause, "in all": max(parts.values()) + pause}

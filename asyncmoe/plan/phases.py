@@ -37,6 +37,7 @@ def phases(
         cpu: a reference policy stays in memory; on a GPU it is there only for its forward passes.
     """
     goes = dict.fromkeys(_BRIEF if cpu else (*_BRIEF, "reference"), MemoryPart.STATE)
+    goes["copies to send"] = MemoryPart.PARAMETERS
     goes |= {part: _PARTS.get(name, MemoryPart.STATE) for part, name in CHOSEN.items() if name in sleeps}
     found = {}
     for turn in (DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING):

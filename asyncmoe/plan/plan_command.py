@@ -19,7 +19,7 @@ from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import budget, disk, render_plan, speeds, switch, traffic
-from asyncmoe.plan.one_node import moving, of_node, seconds
+from asyncmoe.plan.one_node import of_node, seconds
 from asyncmoe.plan.split import Cluster, suggest
 
 GPU_GB = 80.0
@@ -60,7 +60,7 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     kept = disk.of_run(config, hf)
     render_plan.show_disk(kept, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
-    host = {**found.host, **found.engine.host}
+    host = {"trainer": dict(found.host), "engine": dict(found.engine.host)}
     columns |= {turn: {"trainer": one.total, "engine": other.total} for turn, (one, other) in found.phases.items()}
     return {**written, "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
 
@@ -93,7 +93,7 @@ def of_cluster(
         sizes, first = (split.trainer.parallel, split.engine.parallel, split.engines), 0 if split.cluster.in_turn else None
         forecast = traffic.foresee(hf, *sizes, adapter=cluster.adapter, nic=nic, first=first)
         tokens = render_plan.BATCH * render_plan.GROUP * (cluster.context / 2 if known is None else known.lengths.response)
-        found.append((split, forecast, seconds(split, moving(split, forecast), tokens)))
+        found.append((split, forecast, seconds(split, forecast, tokens)))
     render_plan.show_splits(found, cluster, hf, measured, nic, console)
     for fault in untrained_layers(hf):
         console.print(f"A run refuses this model as it is: {fault}", markup=False, highlight=False, soft_wrap=True)

@@ -29,15 +29,6 @@ _ENGINE: Mapping[str, str] = {
 }
 
 
-_SLEEP = {part: f"{name} in trainer.sleep" for part, name in CHOSEN.items()}
-_OF_TRAINER: Mapping[DeviceTurn | None, Mapping[str, str]] = {
-    None: _TRAINER,
-    DeviceTurn.TRAINING: _TRAINER,
-    DeviceTurn.WAKING: {**_TRAINER, **_SLEEP, "weights": _TRAINER["weights"]},
-    DeviceTurn.GENERATING: {**_TRAINER, **_SLEEP},
-}
-
-
 def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU", turn: DeviceTurn | None = None) -> ConfigError:
     """Return the error for a GPU that cannot hold a trainer rank, an engine rank, or both; `NOTHING` stands for an absent rank.
 
@@ -46,7 +37,12 @@ def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = 
     Args:
         turn: the phase in which both are on the GPU.
     """
-    sides = [side for side in (("the trainer", trainer.parts, _OF_TRAINER[turn]), ("an engine", engine.parts, _ENGINE)) if side[1]]
+    sleeps = {
+        part: f"{name} in trainer.sleep"
+        for part, name in CHOSEN.items()
+        if turn is DeviceTurn.GENERATING or (turn is DeviceTurn.WAKING and name != "parameters")
+    }
+    sides = [side for side in (("the trainer", trainer.parts, {**_TRAINER, **sleeps}), ("an engine", engine.parts, _ENGINE)) if side[1]]
     parts = [
         (nbytes, f"{part} of {whose}" if len(sides) > 1 else part, keys.get(part))
         for whose, held, keys in sides

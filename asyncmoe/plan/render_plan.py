@@ -23,13 +23,10 @@ from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
 from asyncmoe.tables import grid, side_by_side
 
-_MOVES = {
-    "trainer_in": "trainer: parameters and optimizer's state, from host memory",
-    "trainer_out": "trainer: the same, to host memory",
-    "engines_in": "engines: new weights",
-}
 BATCH, GROUP = 384, 8
 """Prompts per step, and responses to each prompt, in the suggested simulation."""
+Found = tuple[Split, Forecast, Mapping[str, float]]
+"""A split, an update, and the seconds of a step by part."""
 
 
 def show_update(found: Forecast, dtype: str, method: str, nic: float, console: Console) -> None:
@@ -55,9 +52,9 @@ def show_update(found: Forecast, dtype: str, method: str, nic: float, console: C
 
 def show_switch(found: Mapping[str, Move], console: Console) -> None:
     """Print the moves of a switch from engines to the trainer and back."""
-    rows = [(_MOVES[name], [size(move.nbytes), f"{move.seconds:.3g} s"]) for name, move in found.items()]
+    rows = [(name.replace("_", ", "), [size(move.nbytes), f"{move.seconds:.3g} s"]) for name, move in found.items()]
     rows.append(("in all", ["", f"{sum(move.seconds for move in found.values()):.3g} s"]))
-    console.print(grid("a switch to the trainer and back, one move after the other", ["bytes", "at least"], rows))
+    console.print(grid("a switch, one move after the other", ["bytes", "at least"], rows))
     console.print("The time is that of the busiest device's bytes at the speed of data sheets: of an H100, or of an SSD on CPUs.")
 
 
@@ -108,18 +105,10 @@ def _arrive(staged: bool) -> str:
     return "while engines generate" if staged else "while engines are paused"
 
 
-def show_splits(
-    found: Sequence[tuple[Split, Forecast, Mapping[str, float]]],
-    cluster: Cluster,
-    hf: Hf,
-    measured: Path | None,
-    nic: float,
-    console: Console,
-) -> None:
+def show_splits(found: Sequence[Found], cluster: Cluster, hf: Hf, measured: Path | None, nic: float, console: Console) -> None:
     """Print the suggested splits in a column each, their keys, and the memory of the first split.
 
     Args:
-        found: with the update and the seconds of a step by part.
         measured: file of the measured speeds by which the splits were chosen; None: estimates.
     """
     console.print(side_by_side({split.name: _column(split, update, hf, nic) | _step(parts) for split, update, parts in found}))
@@ -144,11 +133,11 @@ def _step(parts: Mapping[str, float]) -> dict[str, str]:
     return {f"seconds of a step of {BATCH * GROUP} responses, {name}": f"{seconds:.3g}" for name, seconds in parts.items()}
 
 
-def _faster(found: Sequence[tuple[Split, Forecast, Mapping[str, float]]]) -> list[str]:
+def _faster(found: Sequence[Found]) -> list[str]:
     """Say which of two ways to use one machine's GPUs is faster."""
     steps = sorted((parts["in all"], split.name) for split, _, parts in found)
     if len(steps) == 1:
-        return [f"Only {steps[0][1]} fits."]
+        return []
     times = f"{steps[0][1]} takes {steps[0][0] / steps[1][0]:.0%} of the time of {steps[1][1]}"
     return [
         f"By this estimate a step with {times}. It leaves out that with colocated each step waits for its longest response, and that with "

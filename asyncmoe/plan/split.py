@@ -63,11 +63,6 @@ class Cluster:
     machine: bool = False
     in_turn: bool = False
 
-    @property
-    def communicators(self) -> int:
-        """See `Training`."""
-        return 0 if self.machine else _COMMUNICATOR
-
 
 @dataclass(frozen=True)
 class TrainerSizes:
@@ -164,7 +159,7 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         chosen = best_trainer(hf, cluster, nodes)
         assert chosen is not None, "more nodes than enough are not enough"
         rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
-        return made(hf, cluster, (chosen, engine), name, nodes, rest, least, measured)
+        return made(hf, cluster, (chosen, engine), name, (nodes, rest, least), measured)
 
     sizes = range(first, most + 1, first)
     turn = bisect_left(sizes, True, key=lambda nodes: split(nodes).trained >= split(nodes).sampled)
@@ -176,21 +171,14 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
 
 
 def made(
-    hf: Hf,
-    cluster: Cluster,
-    sizes: tuple[TrainerSizes, EngineSizes],
-    name: str,
-    trainer_nodes: int,
-    engine_nodes: int,
-    least: int,
-    measured: Measured | None,
+    hf: Hf, cluster: Cluster, sizes: tuple[TrainerSizes, EngineSizes], name: str, nodes: tuple[int, int, int], measured: Measured | None
 ) -> Split:
-    """Return a split of these sizes, with its speeds."""
+    """Return a split of these sizes, with its speeds. `nodes`: of the trainer, of engines, and the fewest of such a trainer."""
     trainer, engine = sizes
-    count, flops = engine.count(engine_nodes, cluster.gpus), 6 + 2 * trainer.recompute - 2 * (cluster.adapter is not None)
+    count, flops = engine.count(nodes[1], cluster.gpus), 6 + 2 * trainer.recompute - 2 * (cluster.adapter is not None)
     trained = speeds.of_trainer(hf, trainer.parallel.world, flops, measured)
     sampled = count * speeds.of_engine(hf, engine.parallel, engine.serving, cluster.context, measured)
-    return Split(name, cluster, trainer_nodes, engine_nodes, trainer, engine, count, least, trained, sampled)
+    return Split(name, cluster, *nodes[:2], trainer, engine, count, nodes[2], trained, sampled)
 
 
 def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> int | None:
@@ -214,7 +202,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
         microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
         if activations.kept(m, parallel, 0, microbatch) > room:
             continue
-        training = Training(microbatch, communicators=cluster.communicators)
+        training = Training(microbatch, communicators=0 if cluster.machine else _COMMUNICATOR)
         try:
             share = max(_offload(stage, room) for stage in memory.trainer(hf, parallel, training))
         except LayoutError:  # these sizes split float8 blocks
@@ -293,7 +281,9 @@ def engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
     m = shape_of(hf)
     for staged, prefill in product((False,) if cluster.in_turn else (True, False), _PREFILLS):
-        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=cluster.communicators, routes=m.experts > 0)
+        serving = EngineMemory(
+            0, staged, prefill, adapter=cluster.adapter, communicators=0 if cluster.machine else _COMMUNICATOR, routes=m.experts > 0
+        )
         replicated = isinstance(m.attention, Latent) and cluster.adapter is None
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes, replicated) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}

@@ -126,7 +126,6 @@ def test_float8_is_said_and_a_model_that_a_run_refuses_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", 1, "--model", MODELS], "--config examples/one-node/"),
         (["--nodes", 2, "--config", CLUSTER], "got both"),
         (["--nodes", 2], "got no --model"),
         (["--nodes", 2, "--model", MODELS, "run.steps=1"], "got run.steps=1"),

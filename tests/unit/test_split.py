@@ -87,14 +87,14 @@ def test_deepseek_v3_by_hand(nodes: int, engines: int) -> None:
 def test_groups_hold_more_conversations(model: str, gpu_gb: float, whole: int, groups: int, grouped: int) -> None:
     """On 16 GPUs: without groups each GPU caches the same 61 x 576 numbers of a token."""
     hf = {**REAL[model], "quantization_config": FLOAT8}
-    best = split._engine_over(hf, Cluster(1, 8, gpu_gb), 2)
+    best = split.engine_over(hf, Cluster(1, 8, gpu_gb), 2)
     assert best is not None
     assert best.parallel == EngineParallel(16, 16, groups)
     assert groups * (best.serving.tokens // groups // 8192) == grouped
     held = best.memory.parts["KV cache"]
     assert held == best.serving.tokens // groups * 61 * 576 * 2
     longer = best.serving.tokens // groups + 1  # than one group's cache
-    other = split._engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
+    other = split.engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
     assert other is not None
     assert other.serving.tokens // other.parallel.attn_dp >= longer
     assert memory.kv_room(hf, EngineParallel(16, 16), replace(best.serving, running=256), gpu_gb) // 8192 == whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,17 +78,20 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     largest = max(every, key=lambda stage: stage.total)
     keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [OFFLOAD, "objective.kl.coefficient"])
     needs = {key: nbytes for key in keys if (nbytes := max(stage.host[key] for stage in every))}
-    asleep = sleeps(config)
     if config.in_turn and not cpu:
-        needs[PLACEMENT] = max(moved(stage, asleep) for stage in every)
+        needs[PLACEMENT] = max(moved(stage, sleeps(config)) for stage in every)
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, engine_parallel(config), serves)
     if config.in_turn and not cpu and (kept := backup(engine)):
         engine = replace(engine, host={**engine.host, PLACEMENT: kept})
-    turns = phases(every, engine, asleep, cpu) if config.in_turn else {}
-    return Budget(largest, engine, gpu_gb, cpu, turns, needs)
+    return Budget(largest, engine, gpu_gb, cpu, by_phase(config, every, engine, cpu), needs)
+
+
+def by_phase(config: Config, stages: Sequence[GpuMemory], engine: GpuMemory, cpu: bool = False) -> Mapping[DeviceTurn, Sides]:
+    """Return `Budget.phases` of a run."""
+    return phases(stages, engine, sleeps(config), cpu) if config.in_turn else {}
 
 
 def sleeps(config: Config) -> frozenset[str]:

@@ -14,7 +14,7 @@ from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, Training
-from asyncmoe.plan.phases import SLEEPS, Sides, backup, moved, phases
+from asyncmoe.plan.phases import SLEEPS, Phases, Sides, backup, moved, phases
 from asyncmoe.reshard.layout import ITEM_BYTES
 from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.rpc import address
@@ -48,7 +48,7 @@ class Budget:
     engine: GpuMemory
     gpu_gb: float
     cpu: bool = False
-    phases: Mapping[DeviceTurn, Sides] = field(default_factory=dict)
+    phases: Phases = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,7 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     return Budget(largest, engine, gpu_gb, cpu, by_phase(config, every, engine, cpu), needs)
 
 
-def by_phase(config: Config, stages: Sequence[GpuMemory], engine: GpuMemory, cpu: bool = False) -> Mapping[DeviceTurn, Sides]:
+def by_phase(config: Config, stages: Sequence[GpuMemory], engine: GpuMemory, cpu: bool = False) -> Phases:
     """Return `Budget.phases` of a run."""
     return phases(stages, engine, sleeps(config), cpu) if config.in_turn else {}
 
@@ -116,11 +116,9 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
         return
     expected = f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free"
     if not share:
-        got, way = (
-            f"colocated, with which what sleeps takes {_gb(needed)} GB of the machine's memory",
-            "leave optimizer out of trainer.sleep",
-        )
-        raise ConfigError(PLACEMENT, got=got, expected=expected, hint=f"{way}, which keeps it on the GPUs, or set placement=split")
+        got = f"colocated, with which what sleeps takes {_gb(needed)} GB of the machine's memory"
+        hint = "leave optimizer out of trainer.sleep, which keeps it on the GPUs, or set placement=split"
+        raise ConfigError(PLACEMENT, got=got, expected=expected, hint=hint)
     state = ranks * found.host[OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(

@@ -39,9 +39,7 @@ def of_node(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         found.append(replace(best, name="split"))
     if not found:
         got = f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB"
-        raise ConfigError(
-            "--gpus-per-node and --gpu-gb", got=got, expected="room for trainer and engines", hint="take more nodes, or --lora"
-        )
+        raise ConfigError("--gpus-per-node", got=got, expected="room for trainer and engines", hint="take more nodes, or --lora")
     return tuple(found)
 
 

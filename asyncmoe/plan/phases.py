@@ -18,18 +18,16 @@ SLEEPS = frozenset({"optimizer", "gradients", "parameters"})
 """What a sleeping trainer takes off its device, by the names of `trainer.sleep`."""
 CHOSEN = {"weights": "parameters", "adapters": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
 """By part, its name in `trainer.sleep`."""
-_PARTS = {"parameters": MemoryPart.PARAMETERS}
 _BRIEF = ("activations", "working set", "checkpoint copy")
 """Parts that end with the step anyway."""
 _ENGINE = {"weights": MemoryPart.WEIGHTS, "derived": MemoryPart.WEIGHTS, "KV cache": MemoryPart.CACHE, "working set": MemoryPart.CACHE}
 
 Sides = tuple[GpuMemory, GpuMemory]
 """Memory of a trainer rank and of an engine rank."""
+Phases = Mapping[DeviceTurn, Sides]
 
 
-def phases(
-    stages: Sequence[GpuMemory], engine: GpuMemory, sleeps: frozenset[str] = SLEEPS, cpu: bool = False
-) -> Mapping[DeviceTurn, Sides]:
+def phases(stages: Sequence[GpuMemory], engine: GpuMemory, sleeps: frozenset[str] = SLEEPS, cpu: bool = False) -> Phases:
     """Return what both hold at once, by phase.
 
     Args:
@@ -38,10 +36,10 @@ def phases(
     """
     goes = dict.fromkeys(_BRIEF if cpu else (*_BRIEF, "reference"), MemoryPart.STATE)
     goes["copies to send"] = MemoryPart.PARAMETERS
-    goes |= {part: _PARTS.get(name, MemoryPart.STATE) for part, name in CHOSEN.items() if name in sleeps}
-    found = {}
+    chosen = {part: name for part, name in CHOSEN.items() if name in sleeps}
+    goes |= {part: MemoryPart.PARAMETERS if name == "parameters" else MemoryPart.STATE for part, name in chosen.items()}
+    context, found = {} if cpu else {"context": ASLEEP}, {}
     for turn in (DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING):
-        context = {} if cpu else {"context": ASLEEP}
         mine, theirs = (context, {}) if turn is DeviceTurn.GENERATING else ({}, context)
         trainers = [_held(one, goes, HOLDS[turn], mine) for one in stages]
         found[turn] = max(trainers, key=lambda one: one.total), _held(engine, _ENGINE, HOLDS[turn], theirs)

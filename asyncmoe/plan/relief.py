@@ -27,6 +27,9 @@ _ENGINE: Mapping[str, str] = {
     "working set": "a smaller --chunked-prefill-size in engines.args",
     "weight sync": "a smaller sync.bucket_bytes",
 }
+_SLEEP = {part: f"{name} in trainer.sleep" for part, name in CHOSEN.items()}
+_STAYS = {part: way for part, way in _SLEEP.items() if "parameters" not in way}
+_IN_TURN = {DeviceTurn.TRAINING: _TRAINER, DeviceTurn.WAKING: {**_TRAINER, **_STAYS}, DeviceTurn.GENERATING: {**_TRAINER, **_SLEEP}}
 
 
 def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU", turn: DeviceTurn | None = None) -> ConfigError:
@@ -37,12 +40,8 @@ def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = 
     Args:
         turn: the phase in which both are on the GPU.
     """
-    sleeps = {
-        part: f"{name} in trainer.sleep"
-        for part, name in CHOSEN.items()
-        if turn is DeviceTurn.GENERATING or (turn is DeviceTurn.WAKING and name != "parameters")
-    }
-    sides = [side for side in (("the trainer", trainer.parts, {**_TRAINER, **sleeps}), ("an engine", engine.parts, _ENGINE)) if side[1]]
+    keys = _TRAINER if turn is None else _IN_TURN[turn]
+    sides = [side for side in (("the trainer", trainer.parts, keys), ("an engine", engine.parts, _ENGINE)) if side[1]]
     parts = [
         (nbytes, f"{part} of {whose}" if len(sides) > 1 else part, keys.get(part))
         for whose, held, keys in sides

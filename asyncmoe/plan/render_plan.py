@@ -122,7 +122,7 @@ def show_splits(found: Sequence[Found], cluster: Cluster, hf: Hf, measured: Path
     for one, _, _ in found:
         lines += [f"Keys, {one.name}:", *yaml_keys(one)]
     if cluster.nodes == 1:
-        console.print("\n".join([*lines, *_faster(found)]), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join([*lines, *(_faster(found) if len(found) > 1 else ())]), highlight=False, markup=False, soft_wrap=True)
         return
     command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split, cluster, hf, measured))}"
     lines += ["To simulate this model, with multiples of the trainer's least size and several values of max_staleness:", command]
@@ -135,13 +135,10 @@ def _step(parts: Mapping[str, float]) -> dict[str, str]:
 
 def _faster(found: Sequence[Found]) -> list[str]:
     """Say which of two ways to use one machine's GPUs is faster."""
-    steps = sorted((parts["in all"], split.name) for split, _, parts in found)
-    if len(steps) == 1:
-        return []
-    times = f"{steps[0][1]} takes {steps[0][0] / steps[1][0]:.0%} of the time of {steps[1][1]}"
+    (least, name), (most, other) = sorted((parts["in all"], split.name) for split, _, parts in found)
     return [
-        f"By this estimate a step with {times}. It leaves out that with colocated each step waits for its longest response, and that with "
-        "split a step trains what older weights sampled (queue.staleness)."
+        f"By this estimate a step with {name} takes {least / most:.0%} of the time of {other}. It leaves out that with colocated each step "
+        "waits for its longest response, and that with split a step trains what older weights sampled (queue.staleness)."
     ]
 
 

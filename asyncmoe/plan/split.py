@@ -279,11 +279,9 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
 
 def engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
-    m = shape_of(hf)
+    m, nccl = shape_of(hf), 0 if cluster.machine else _COMMUNICATOR
     for staged, prefill in product((False,) if cluster.in_turn else (True, False), _PREFILLS):
-        serving = EngineMemory(
-            0, staged, prefill, adapter=cluster.adapter, communicators=0 if cluster.machine else _COMMUNICATOR, routes=m.experts > 0
-        )
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=nccl, routes=m.experts > 0)
         replicated = isinstance(m.attention, Latent) and cluster.adapter is None
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes, replicated) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}

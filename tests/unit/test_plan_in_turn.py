@@ -25,7 +25,7 @@ from asyncmoe.plan.budget import PLACEMENT, Budget
 from asyncmoe.plan.memory import ASLEEP, GpuMemory
 from asyncmoe.plan.phases import SLEEPS, moved, phases
 from asyncmoe.plan.split import Cluster
-from asyncmoe.plan.traffic import foresee
+from asyncmoe.plan.traffic import Forecast, foresee
 from asyncmoe.reshard import plan
 from benchmarks.published import REAL
 from tests.configs import demo, minimal
@@ -65,6 +65,7 @@ def test_a_device_holds_one_side_and_what_the_other_keeps() -> None:
     adapters = budget.of_run(in_turn(train="lora"), HF)
     assert adapters.engine.host[PLACEMENT] == adapters.engine.parts["weights"], "the trainer does not send them"
     assert adapters.phases[TRAINING][1].total == adapters.engine.parts["adapters"] + asleep, "SGLang allocates slots outside its saver"
+    assert adapters.phases[GENERATING][0].total == asleep, "copies to send sleep with the parameters"
 
 
 def test_state_in_host_memory_does_not_move_again() -> None:
@@ -143,6 +144,8 @@ def test_the_least_seconds_of_a_switch_are_bytes_over_a_bandwidth() -> None:
     assert found["trainer_out"].seconds == held.host[PLACEMENT] / (0.9 * 64e9)
     assert found["engines_in"].nbytes == held.engine.parts["weights"]
     assert found["engines_in"].nbytes / (0.9 * 450e9) >= found["engines_in"].seconds > 0
+    alone = switch.moves(0, 0, Forecast(9000, 0, 0, 9000, 0.0, 9000), switch.H100)["engines_in"]
+    assert alone == switch.Move(9000, 9000 * 2 / (0.9 * 3.35e12)), "on one device every byte is read and written"
     adapters = switch.of_run(in_turn(train="lora"), HF)["engines_in"]
     assert adapters.seconds > held.engine.parts["weights"] / (0.9 * 64e9), "base weights come back from host memory"
     assert switch.bound(run, HF) == {name: move.seconds for name, move in found.items()}
@@ -189,8 +192,10 @@ def test_a_step_in_turn_is_the_sum_and_divided_the_longer_part(tmp_path: Path) -
 
 
 def test_a_machine_on_which_nothing_fits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lora"):
-        one_node.of_node(HF, Cluster(1, gpus=2))
+    for cluster in (Cluster(1, gpus=2), Cluster(1, gpus=1, gpu_gb=141.0, adapter=KIND)):  # the second for two copies of its base weights
+        with pytest.raises(ConfigError, match="--lora"):
+            one_node.of_node(HF, cluster)
+    command("--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 1, "--gpus-per-node", 1, "--gpu-gb", 180, "--lora", "rank=32")  # one way
 
 
 def test_phases_are_of_the_largest_stage() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
         given["recompute_modules"] = given["recompute_modules"].split("+")
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
-    config = minimal(train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
+    config = minimal(tempfile.gettempdir(), train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
     return config, MODELS[special["model"] or "qwen3_moe"]
 
 
@@ -85,7 +84,7 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
         angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
-    found["held"]["asleep"] = asleep(Sleeper(built, stepped, Path(tempfile.gettempdir())))
+    found["held"]["asleep"] = asleep(Sleeper(built, stepped, config.run.dir))
     leave()
     return found
 

@@ -48,8 +48,7 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 10, help="Suggest how trainer and engines share this many nodes; the GPUs of one node also in turn."),
+        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how trainer and engines share this many nodes, or one node's GPUs.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="With --nodes: GPUs per node.")] = 8,
     context: Annotated[int, typer.Option(help="With --nodes: tokens of the longest conversation and of a micro-batch.", min=1)] = 8192,
@@ -60,18 +59,14 @@ def plan(
     family: Annotated[str, typer.Option(help="With --nodes: model family of your own, as package.module:name.")] = "auto",
     gpu_gb: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="Memory of a GPU in GB; default: 80.")] = None,
     nic: Annotated[
-        float,
-        typer.Option(
-            min=1e-3, max=1e6, help="GB/s that each rank can send and receive at the same time; over NVLink 450, as with --nodes 1."
-        ),
+        float, typer.Option(min=1e-3, max=1e6, help="GB/s that each rank can send and receive at the same time; over NVLink 450.")
     ] = 50.0,
     measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
     """Estimate GPU memory and weight sync, or split a cluster.
 
-    --config estimates the memory of every GPU of a run, and with placement=colocated the seconds of a switch; --nodes suggests a split. For
-    example:
+    --config estimates the memory of every GPU of a run, and the switches of a colocated one; --nodes suggests a split. For example:
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
 

@@ -37,7 +37,7 @@ PEAK = 989e12
 """Floating-point operations per second of an H100 or H200 in dense bfloat16 (NVIDIA's datasheets give twice that, with sparsity)."""
 _WARM, _ROUNDS = 2, 5
 _PUBLISHED = Path(__file__).parents[1] / "examples/cluster/models/Qwen3-30B-A3B.json"
-_BETWEEN_STEPS = ("weight sync", "delta base")
+_BETWEEN_STEPS = ("weight sync", "copies to send", "delta base")
 """Parts of a trainer's planned memory that a step does not need."""
 
 

@@ -48,7 +48,7 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how to split this many nodes between trainer and engines.")
+        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how trainer and engines share this many nodes, or one node's GPUs.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="With --nodes: GPUs per node.")] = 8,
     context: Annotated[int, typer.Option(help="With --nodes: tokens of the longest conversation and of a micro-batch.", min=1)] = 8192,
@@ -66,7 +66,7 @@ def plan(
 ) -> None:
     """Estimate GPU memory and weight sync, or split a cluster.
 
-    --config estimates the memory of every GPU of a run; --nodes suggests a split. For example:
+    --config estimates the memory of every GPU of a run, and the switches of a colocated one; --nodes suggests a split. For example:
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
 
@@ -87,8 +87,6 @@ def plan(
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no KEY=VALUE, which only --config uses")
-    elif nodes == 1:
-        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node with --config examples/one-node/qwen3-30b-a3b.yaml")
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
         found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)

@@ -146,7 +146,8 @@ def _checked_model(config: Config, weights: bool) -> Mapping[str, Any]:
     there = weights and not to_make(config.model, config.run.dir)
     models.check(config, hf, weights=config.model.path if there else None)
     _check_adapter(config, hf)
-    if config.launch == "local" and config.trainer.memory.optimizer_offload:
+    pins = config.trainer.memory.optimizer_offload or (config.in_turn and not devices.none_here())
+    if config.launch == "local" and pins:
         budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return hf
 

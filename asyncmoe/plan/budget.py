@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,9 +10,11 @@ from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import adapter_of, engine_dtype, engine_parallel, kept_routing, load_hf_config, make, trainer_parallel, with_family
+from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, Training
+from asyncmoe.plan.phases import Phases, Sides, backup, moved, phases
 from asyncmoe.reshard.layout import ITEM_BYTES
 from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.rpc import address
@@ -21,7 +23,7 @@ HOST = 0.9
 """Planned share of a machine's memory."""
 CPU_GB = 2.0
 """Memory of each process of a run without GPUs, in GB."""
-OFFLOAD = "trainer.memory.optimizer_offload"
+OFFLOAD, PLACEMENT = "trainer.memory.optimizer_offload", "placement"
 _PREFILL = "--chunked-prefill-size"
 _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
@@ -38,7 +40,7 @@ class Budget:
         engine: memory of the largest rank.
         gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
-        shared: a trainer rank and an engine use each GPU in turn.
+        phases: what a device that both use in turn holds, by phase; empty if they have devices of their own.
         host: bytes of host memory that a trainer rank needs, by the configuration key that requires them.
     """
 
@@ -46,20 +48,22 @@ class Budget:
     engine: GpuMemory
     gpu_gb: float
     cpu: bool = False
-    shared: bool = False
+    phases: Phases = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
         """The line that states this budget in a YAML file."""
-        where = " on CPU" if self.cpu else " in turn" if self.shared else ""
+        where = " on CPU" if self.cpu else " in turn" if self.phases else ""
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
     @property
     def refusals(self) -> tuple[ConfigError, ...]:
-        """Errors for GPUs that cannot hold their part of the run, with fixes; empty if all fit."""
-        every, room = [(self.trainer, relief.NOTHING), (relief.NOTHING, self.engine)], memory.usable(self.gpu_gb)
-        return tuple(relief.too_large(*held, self.gpu_gb) for held in every if sum(one.total for one in held) > room)
+        """Errors for GPUs that cannot hold their part of the run, with fixes, for each phase if they are used in turn; empty if all fit."""
+        alone = [(None, (self.trainer, relief.NOTHING)), (None, (relief.NOTHING, self.engine))]
+        sides: Iterable[tuple[DeviceTurn | None, Sides]] = self.phases.items() or alone
+        room = memory.usable(self.gpu_gb)
+        return tuple(relief.too_large(*held, self.gpu_gb, turn=turn) for turn, held in sides if sum(one.total for one in held) > room)
 
 
 def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> Budget:
@@ -74,33 +78,48 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     largest = max(every, key=lambda stage: stage.total)
     keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [OFFLOAD, "objective.kl.coefficient"])
     needs = {key: nbytes for key in keys if (nbytes := max(stage.host[key] for stage in every))}
+    if config.in_turn and not cpu:
+        needs[PLACEMENT] = max(moved(stage, frozenset(config.trainer.sleep)) for stage in every)
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, engine_parallel(config), serves)
-    return Budget(largest, engine, gpu_gb, cpu, config.in_turn and not cpu, needs)
+    if config.in_turn and not cpu and (kept := backup(engine)):
+        engine = replace(engine, host={**engine.host, PLACEMENT: kept})
+    return Budget(largest, engine, gpu_gb, cpu, by_phase(config, every, engine, cpu), needs)
+
+
+def by_phase(config: Config, stages: Sequence[GpuMemory], engine: GpuMemory, cpu: bool = False) -> Phases:
+    """Return `Budget.phases` of a run."""
+    return phases(stages, engine, frozenset(config.trainer.sleep), cpu) if config.in_turn else {}
 
 
 def check_host(config: Config, found: Budget, ram: int) -> None:
-    """Refuse an offload that exceeds the memory of a trainer's machine, on which the run also starts its engines.
+    """Refuse an offload, or devices used in turn, with what exceeds the memory of a trainer's machine, on which the run also starts its
+    engines.
 
     Args:
         ram: bytes of memory of a machine.
 
     Raises:
-        ConfigError: names the share of the optimizer's state that would fit.
+        ConfigError: names the share of the optimizer's state that would fit, or what need not sleep.
     """
     share, ranks = config.trainer.memory.optimizer_offload, -(-config.trainer.ranks // config.cluster.trainer_nodes)
     engines = 0 if config.engines.join else config.engines.count * config.engines.ranks_per_node
     needed, room = ranks * sum(found.host.values()) + engines * sum(found.engine.host.values()), int(HOST * ram)
-    if not share or needed <= room:
+    if not (share or config.in_turn) or needed <= room:
         return
+    expected = f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free"
+    if not share:
+        got = f"colocated, with which what sleeps takes {_gb(needed)} GB of the machine's memory"
+        hint = "leave optimizer out of trainer.sleep, which keeps it on the GPUs, or set placement=split"
+        raise ConfigError(PLACEMENT, got=got, expected=expected, hint=hint)
     state = ranks * found.host[OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(
         OFFLOAD,
         got=f"{share:g}, with which trainer and engines take {_gb(needed)} GB of the machine's memory",
-        expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} GB are left free",
+        expected=expected,
         hint=f"{f'set {fitting:g}, or ' if fitting else ''}use more trainer nodes (cluster.trainer_nodes)",
     )
 
@@ -154,8 +173,9 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     section, staged = config.engines, stages(config, hf, gpu_gb)
     serves = serving(config, hf, staged=staged)
     parallel, given = engine_parallel(config), _tokens(config)
-    asleep = GpuMemory({"context": memory.ASLEEP} if config.in_turn else {})
     _, wanted = least(config, hf, staged)
+    held = by_phase(config, memory.trainer(hf, trainer_parallel(config), training(config, hf)), wanted)
+    asleep = held[DeviceTurn.GENERATING][0] if held else relief.NOTHING
     room = memory.usable(gpu_gb) - asleep.total
     if wanted.total > room:
         raise relief.too_large(asleep, wanted, gpu_gb)

@@ -191,10 +191,9 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "activations": kept,
         # the larger of a backward pass's and the optimizer step's, during which there are no activations
         "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
+        "weight sync": BUFFERS * training.bucket_bytes + training.communicators,
         # adapters (`AdapterSources`) and weights sent in a different dtype (`WeightSources`) are copied before they are sent
-        "weight sync": BUFFERS * training.bucket_bytes
-        + training.communicators
-        + (weights.copies if pass_.adapter is None else adapters.nbytes),
+        "copies to send": weights.copies if pass_.adapter is None else adapters.nbytes,
         # `DeltaEncoder`: what was sent last, the current message, and its encoded form
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }

@@ -18,7 +18,8 @@ from asyncmoe.models.checks import UNTRAINED, untrained_layers
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import budget, disk, render_plan, speeds, traffic
+from asyncmoe.plan import budget, disk, render_plan, speeds, switch, traffic
+from asyncmoe.plan.one_node import of_node, seconds
 from asyncmoe.plan.split import Cluster, suggest
 
 GPU_GB = 80.0
@@ -44,16 +45,24 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     models.check(config, hf)
     cpu = budget.for_cpu(config)
     found = budget.of_run(config, hf, gpu_gb or (budget.CPU_GB if cpu else GPU_GB), cpu)
-    sizes = models.trainer_parallel(config), models.engine_parallel(config), config.engines.count
-    dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
-    forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
-    render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
+    written: dict[str, Any] = {}
+    if config.in_turn:
+        moves = switch.of_run(config, hf)
+        render_plan.show_switch(moves, console)
+        written["switch"] = {name: asdict(move) for name, move in moves.items()}
+    else:
+        sizes = models.trainer_parallel(config), models.engine_parallel(config), config.engines.count
+        dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
+        forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
+        render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
+        written["update"] = asdict(forecast)
     render_plan.show_budget(found, console)
     kept = disk.of_run(config, hf)
     render_plan.show_disk(kept, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
-    host = {**found.host, **found.engine.host}
-    return {"update": asdict(forecast), "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
+    host = {"trainer": dict(found.host), "engine": dict(found.engine.host)}
+    columns |= {turn: {"trainer": one.total, "engine": other.total} for turn, (one, other) in found.phases.items()}
+    return {**written, "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
 
 
 def of_cluster(
@@ -66,7 +75,7 @@ def of_cluster(
         family: as `model.family`.
         lora: see `parse_adapter`.
         measured: a file written by `asyncmoe bench step`.
-        nic: as in `of_run`.
+        nic: as in `of_run`; on one node, NVLink's is taken.
 
     Raises:
         ConfigError: nothing fits, or a run would refuse the model or the suggested sizes.
@@ -76,16 +85,19 @@ def of_cluster(
     hf = models.with_family(models.load_hf_config(model), family)
     context = min(cluster.context, hf.get("max_position_embeddings") or cluster.context)
     cluster = replace(cluster, context=context, adapter=None if lora is None else parse_adapter(lora, models.shape_of(hf)))
-    found = []
-    for split in suggest(hf, cluster, None if measured is None else speeds.read(measured, hf)):
+    known, found = None if measured is None else speeds.read(measured, hf), []
+    nic = nic if cluster.nodes > 1 else switch.H100.between / 1e9
+    for split in suggest(hf, cluster, known) if cluster.nodes > 1 else of_node(hf, cluster, known):
         run = {"run": {"dir": "run", "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
         models.check(configuration.parse({**run, **render_plan.sections(split)}), {**hf, **dict.fromkeys(hf.keys() & UNTRAINED, 0)})
-        forecast = traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=cluster.adapter, nic=nic)
-        found.append((split, forecast))
+        sizes, first = (split.trainer.parallel, split.engine.parallel, split.engines), 0 if split.cluster.in_turn else None
+        forecast = traffic.foresee(hf, *sizes, adapter=cluster.adapter, nic=nic, first=first)
+        tokens = render_plan.BATCH * render_plan.GROUP * (cluster.context / 2 if known is None else known.lengths.response)
+        found.append((split, forecast, seconds(split, forecast, tokens)))
     render_plan.show_splits(found, cluster, hf, measured, nic, console)
     for fault in untrained_layers(hf):
         console.print(f"A run refuses this model as it is: {fault}", markup=False, highlight=False, soft_wrap=True)
-    return {"splits": [{**asdict(split), "update": asdict(forecast)} for split, forecast in found]}
+    return {"splits": [{**asdict(split), "update": asdict(forecast), "step_s": parts} for split, forecast, parts in found]}
 
 
 def parse_adapter(text: str, m: Shape) -> Kind:

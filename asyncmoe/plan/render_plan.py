@@ -16,13 +16,17 @@ from asyncmoe.plan import speeds
 from asyncmoe.plan.budget import OFFLOAD, Budget
 from asyncmoe.plan.disk import Disk
 from asyncmoe.plan.memory import MARGIN, ROUTES, USABLE, EngineMemory, GpuMemory, Hf, usable
+from asyncmoe.plan.phases import backup, moved
 from asyncmoe.plan.split import Cluster, Split
+from asyncmoe.plan.switch import Move
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
 from asyncmoe.tables import grid, side_by_side
 
 BATCH, GROUP = 384, 8
 """Prompts per step, and responses to each prompt, in the suggested simulation."""
+Found = tuple[Split, Forecast, Mapping[str, float]]
+"""A split, an update, and the seconds of a step by part."""
 
 
 def show_update(found: Forecast, dtype: str, method: str, nic: float, console: Console) -> None:
@@ -46,6 +50,14 @@ def show_update(found: Forecast, dtype: str, method: str, nic: float, console: C
     console.print("The time is for the network alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
+def show_switch(found: Mapping[str, Move], console: Console) -> None:
+    """Print the moves of a switch from engines to the trainer and back."""
+    rows = [(name.replace("_", ", "), [size(move.nbytes), f"{move.seconds:.3g} s"]) for name, move in found.items()]
+    rows.append(("in all", ["", f"{sum(move.seconds for move in found.values()):.3g} s"]))
+    console.print(grid("a switch, one move after the other", ["bytes", "at least"], rows))
+    console.print("The time is that of the busiest device's bytes at the speed of data sheets: of an H100, or of an SSD on CPUs.")
+
+
 def kind(hf: Hf, dtype: str, adapter: bool) -> str:
     """Return the dtype of an update in words. Engines serve a float8 checkpoint as such, except for embedding, output layer and norms."""
     return dtype if adapter or float8_of(hf) is None else f"float8 and {dtype}"
@@ -54,14 +66,13 @@ def kind(hf: Hf, dtype: str, adapter: bool) -> str:
 def show_budget(found: Budget, console: Console) -> None:
     """Print the memory of a run's GPUs and machines, the line that states it in a YAML file, and fixes if the run does not fit."""
     columns = {"trainer": found.trainer, "engine": found.engine}
-    if found.shared:
-        columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
+    for turn, sides in found.phases.items():
+        columns[f"both, {turn}"] = GpuMemory({f"of the {name}": one.total for name, one in zip(columns, sides, strict=False)})
     _show_memory(columns, found.gpu_gb, console)
-    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}."]
-    for key, nbytes in found.host.items():
-        lines.append(f"# host memory: {nbytes / 1e9:.3g} GB a trainer rank, for the copy that {key} keeps")
-    for key, nbytes in found.engine.host.items():
-        lines.append(f"# host memory: {nbytes / 1e9:.3g} GB an engine rank, for what {key} records of the tokens in its KV cache")
+    most = max(found.phases, key=lambda turn: sum(one.total for one in found.phases[turn]), default=None)
+    lines = [f"New weights arrive {_arrive('staging' in found.engine.parts)}."] if most is None else [f"Most memory is taken while {most}."]
+    for whose, host in (("a trainer", found.host), ("an engine", found.engine.host)):
+        lines += [f"# host memory: {nbytes / 1e9:.3g} GB {whose} rank, for what {key} keeps there" for key, nbytes in host.items()]
     lines += [found.line, *map(str, found.refusals)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -94,15 +105,13 @@ def _arrive(staged: bool) -> str:
     return "while engines generate" if staged else "while engines are paused"
 
 
-def show_splits(
-    found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: Hf, measured: Path | None, nic: float, console: Console
-) -> None:
+def show_splits(found: Sequence[Found], cluster: Cluster, hf: Hf, measured: Path | None, nic: float, console: Console) -> None:
     """Print the suggested splits in a column each, their keys, and the memory of the first split.
 
     Args:
         measured: file of the measured speeds by which the splits were chosen; None: estimates.
     """
-    console.print(side_by_side({split.name: _column(split, update, cluster, hf, nic) for split, update in found}))
+    console.print(side_by_side({split.name: _column(split, update, hf, nic) | _step(parts) for split, update, parts in found}))
     split = found[0][0]
     _show_memory({f"trainer, {split.name}": split.trainer.memory, "engine": split.engine.memory}, cluster.gpu_gb, console)
     source = "an estimate for H100s: replace it by asyncmoe bench step CONFIG --json FILE, and plan with --measured FILE"
@@ -110,25 +119,43 @@ def show_splits(
         f"Kept free: {1 - USABLE:.0%} of each GPU, and {MARGIN:.0%} of a trainer's activations and working set, unconfirmed by a GPU.",
         f"Tokens per second are {source if measured is None else f'scaled by GPUs from {measured}'}.",
     ]
-    for one, _ in found:
+    for one, _, _ in found:
         lines += [f"Keys, {one.name}:", *yaml_keys(one)]
+    if cluster.nodes == 1:
+        console.print("\n".join([*lines, *(_faster(found) if len(found) > 1 else ())]), highlight=False, markup=False, soft_wrap=True)
+        return
     command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split, cluster, hf, measured))}"
     lines += ["To simulate this model, with multiples of the trainer's least size and several values of max_staleness:", command]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _column(split: Split, update: Forecast, cluster: Cluster, hf: Hf, nic: float) -> dict[str, str]:
+def _step(parts: Mapping[str, float]) -> dict[str, str]:
+    return {f"seconds of a step of {BATCH * GROUP} responses, {name}": f"{seconds:.3g}" for name, seconds in parts.items()}
+
+
+def _faster(found: Sequence[Found]) -> list[str]:
+    """Say which of two ways to use one machine's GPUs is faster."""
+    (least, name), (most, other) = sorted((parts["in all"], split.name) for split, _, parts in found)
+    return [
+        f"By this estimate a step with {name} takes {least / most:.0%} of the time of {other}. It leaves out that with colocated each step "
+        "waits for its longest response, and that with split a step trains what older weights sampled (queue.staleness)."
+    ]
+
+
+def _column(split: Split, update: Forecast, hf: Hf, nic: float) -> dict[str, str]:
     """Return the figures of a split by name."""
-    trainer, engine = split.trainer, split.engine
+    trainer, engine, cluster, count = split.trainer, split.engine, split.cluster, split.engines * split.engine.parallel.world
+    trains, serves = (trainer.parallel.world, count) if cluster.machine else (cluster.gpus, cluster.gpus)
+    asleep, saved = (moved(trainer.memory), backup(engine.memory)) if cluster.in_turn else (0, 0)
     sizes = ", ".join(f"{key} {size}" for key, size in _trainer(split).items() if key != "ranks")
     return {
-        "nodes of the trainer": str(split.trainer_nodes),
-        "nodes of engines": str(split.engine_nodes),
+        "GPUs of the trainer": str(trainer.parallel.world),
+        "GPUs of engines": str(count),
         "trainer": sizes or "tp 1",
         "recompute": "full" if trainer.recompute else "none",
         "optimizer's state in host memory": f"{trainer.offload:.0%}",
-        "host memory of a trainer's node": size(cluster.gpus * trainer.memory.host[OFFLOAD]),
-        "host memory of an engine's node, for routes": size(cluster.gpus * engine.memory.host.get(ROUTES, 0)),
+        "host memory of a trainer's node": size(trains * (trainer.memory.host[OFFLOAD] + asleep)),
+        "host memory of an engine's node": size(serves * (engine.memory.host.get(ROUTES, 0) + saved)),
         "engines": f"{split.engines} x tp {engine.parallel.tp}, ep {engine.parallel.ep}, dp_attention {engine.parallel.attn_dp}",
         "nodes of an engine": str(engine.nodes),
         "new weights arrive": _arrive(engine.serving.staged),
@@ -139,7 +166,7 @@ def _column(split: Split, update: Forecast, cluster: Cluster, hf: Hf, nic: float
         f"an update, of {kind(hf, engine.serving.dtype, cluster.adapter is not None)}": size(update.model_bytes),
         "sent by a trainer rank, most": size(update.sent),
         "received by an engine rank, most": size(update.received),
-        f"an update at {nic:g} GB/s (--nic)": f"{update.seconds:.3g} s",
+        f"an update at {nic:g} GB/s": f"{update.seconds:.3g} s",
     }
 
 
@@ -155,8 +182,9 @@ def sections(split: Split) -> dict[str, Any]:
     """Return a split as sections of a configuration, without keys at their default, such as `rollout.max_concurrent`, which follows from
     the engines."""
     engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
-    engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
-    engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}
+    engines: dict[str, Any] = {"count": split.engines, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
+    engines |= {} if split.cluster.machine else {"join": True}
+    engines |= {"nodes": engine.nodes} if engine.nodes > 1 and not split.cluster.machine else {}
     engines |= {"dp_attention": engine.parallel.attn_dp} if engine.parallel.attn_dp > 1 else {}
     engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens, "start_timeout_s": 3600}
     if engine.serving.prefill != EngineMemory.prefill:
@@ -165,8 +193,9 @@ def sections(split: Split) -> dict[str, Any]:
     trains |= {"recompute": "full" if trainer.recompute else "none", "optimizer": {"distributed": True}}
     if trainer.offload:
         trains["memory"] = {"optimizer_offload": trainer.offload}
+    nodes = {"trainer_nodes": split.trainer_nodes, "engine_nodes": split.engine_nodes, "network": "hostname"}
     found = {
-        "cluster": {"trainer_nodes": split.trainer_nodes, "engine_nodes": split.engine_nodes, "network": "hostname"},
+        **({"placement": "colocated"} if split.cluster.in_turn else {} if split.cluster.machine else {"cluster": nodes}),
         "environment": {"max_tokens": trainer.rows, "timeout_s": 3600},
         "rollout": {"groups_per_step": BATCH, "group_size": GROUP, "max_new_tokens": trainer.rows * 7 // 8, "request_timeout_s": 3600},
         "queue": {"lease_timeout_s": 14400},

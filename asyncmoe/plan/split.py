@@ -51,6 +51,8 @@ class Cluster:
         gpu_gb: memory of a GPU in GB (1e9 bytes).
         context: tokens of the longest conversation and of a micro-batch.
         adapter: the adapter that is trained in place of the weights, if any.
+        machine: it is one machine, whose GPUs are divided as nodes, or used in turn; weights move without NCCL.
+        in_turn: trainer and engines use the same GPUs in turn, so weights are written in place.
     """
 
     nodes: int
@@ -58,6 +60,8 @@ class Cluster:
     gpu_gb: float = 80.0
     context: int = 8192
     adapter: Kind | None = None
+    machine: bool = False
+    in_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,14 @@ class Split:
 
     Attributes:
         name: what the split is best at.
+        cluster: what is divided; for one machine, its GPUs as nodes.
         engines: number of engines.
         least_nodes: fewest nodes on which a trainer of these sizes fits; each multiple of this number fits, too.
         trained, sampled: sampled tokens per second that the trainer can train and all engines can generate.
     """
 
     name: str
+    cluster: Cluster
     trainer_nodes: int
     engine_nodes: int
     trainer: TrainerSizes
@@ -147,16 +153,13 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         but = "one" if engine.nodes == 1 else f"{engine.nodes}, which an engine takes,"
         expected = f"enough nodes for a trainer on all but {but} of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
         raise ConfigError("--nodes", got=cluster.nodes, expected=expected, hint=hint)
-    speed = speeds.of_engine(hf, engine.parallel, engine.serving, cluster.context, measured)
 
     @cache
     def split(nodes: int, name: str = "balanced", least: int = first) -> Split:
         chosen = best_trainer(hf, cluster, nodes)
         assert chosen is not None, "more nodes than enough are not enough"
         rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
-        count, flops = engine.count(rest, cluster.gpus), 6 + 2 * chosen.recompute - 2 * (cluster.adapter is not None)
-        trained = speeds.of_trainer(hf, chosen.parallel.world, flops, measured)
-        return Split(name, nodes, rest, chosen, engine, count, least, trained, count * speed)
+        return made(hf, cluster, (chosen, engine), name, (nodes, rest, least), measured)
 
     sizes = range(first, most + 1, first)
     turn = bisect_left(sizes, True, key=lambda nodes: split(nodes).trained >= split(nodes).sampled)
@@ -165,6 +168,17 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
     if all(one.trainer.offload for one in found) and (plain := _fewest_nodes(hf, cluster, most, offload=0)):
         found.append(split(plain, "without offload", plain))
     return tuple(found)
+
+
+def made(
+    hf: Hf, cluster: Cluster, sizes: tuple[TrainerSizes, EngineSizes], name: str, nodes: tuple[int, int, int], measured: Measured | None
+) -> Split:
+    """Return a split of these sizes, with its speeds. `nodes`: of the trainer, of engines, and the fewest of such a trainer."""
+    trainer, engine = sizes
+    count, flops = engine.count(nodes[1], cluster.gpus), 6 + 2 * trainer.recompute - 2 * (cluster.adapter is not None)
+    trained = speeds.of_trainer(hf, trainer.parallel.world, flops, measured)
+    sampled = count * speeds.of_engine(hf, engine.parallel, engine.serving, cluster.context, measured)
+    return Split(name, cluster, *nodes[:2], trainer, engine, count, nodes[2], trained, sampled)
 
 
 def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> int | None:
@@ -188,7 +202,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
         microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
         if activations.kept(m, parallel, 0, microbatch) > room:
             continue
-        training = Training(microbatch, communicators=_COMMUNICATOR)
+        training = Training(microbatch, communicators=0 if cluster.machine else _COMMUNICATOR)
         try:
             share = max(_offload(stage, room) for stage in memory.trainer(hf, parallel, training))
         except LayoutError:  # these sizes split float8 blocks
@@ -250,7 +264,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
     """
     nodes = 1
     while nodes < (cluster.nodes if cluster.adapter is None else 2):  # engines with adapters are within a node
-        if (found := _engine_over(hf, cluster, nodes)) is not None:
+        if (found := engine_over(hf, cluster, nodes)) is not None:
             return found
         nodes *= 2
     raise ConfigError(
@@ -263,11 +277,11 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
     )
 
 
-def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
+def engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes, in the order of rule 1, of an engine over `nodes` nodes, or None."""
-    m = shape_of(hf)
-    for staged, prefill in product((True, False), _PREFILLS):
-        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR, routes=m.experts > 0)
+    m, nccl = shape_of(hf), 0 if cluster.machine else _COMMUNICATOR
+    for staged, prefill in product((False,) if cluster.in_turn else (True, False), _PREFILLS):
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=nccl, routes=m.experts > 0)
         replicated = isinstance(m.attention, Latent) and cluster.adapter is None
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes, replicated) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}

@@ -7,6 +7,8 @@ the model is qwen3_moe where none is named.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +20,12 @@ from asyncmoe.config import Config
 from asyncmoe.models import family_of, trainer_parallel
 from asyncmoe.models.latent import Latent
 from asyncmoe.plan import activations, budget, memory
+from asyncmoe.plan.phases import moved
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
+from asyncmoe.trainer.model.sleep import Sleeper, _File
 from tests import families
 from tests.configs import minimal
 
@@ -58,7 +62,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
         given["recompute_modules"] = given["recompute_modules"].split("+")
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
-    config = minimal(train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
+    config = minimal(tempfile.gettempdir(), train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
     return config, MODELS[special["model"] or "qwen3_moe"]
 
 
@@ -74,13 +78,22 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
     parallel, training = trainer_parallel(config), budget.training(config, hf, cpu=True)
     said = memory.trainer(hf, parallel, training)[place.pp_rank].parts
     found: dict[str, Any] = {"held": held(built, stepped), "said": {name: said.get(name, 0) for name in PARTS}}
+    found["said"]["asleep"] = moved(memory.GpuMemory(said))
     if place.world == 1:
         m = family_of(hf).shape_of(hf)
         angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
+    found["held"]["asleep"] = asleep(Sleeper(built, stepped, config.run.dir))
     leave()
     return found
+
+
+def asleep(sleeper: Sleeper) -> int:
+    """Bytes that a rank keeps elsewhere while it sleeps."""
+    sleeper.hold(frozenset())
+    assert isinstance(sleeper._keeper, _File)
+    return sum(os.fstat(file.fileno()).st_size for file in sleeper._keeper._files.values())
 
 
 def held(built: model.Model, stepped: Any) -> dict[str, int]:

@@ -1,24 +1,33 @@
-"""Savings of settings in a trainer GPU's memory, their cost in host memory, and models of other families.
+"""Savings of settings in a trainer GPU's memory, their cost in host memory, devices used in turn, and models of other families.
 
 tests/ranks/test_memory.py compares what is kept with what Megatron's layers keep, test_async_save.py copies with real ones.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_cases import MODELS
 from test_models_plan import SMALL
 
+from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.plan import activations, budget, memory
+from asyncmoe.occupancy import DeviceTurn
+from asyncmoe.plan import activations, budget, memory, switch
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
+from asyncmoe.plan.budget import PLACEMENT, Budget
+from asyncmoe.plan.memory import ASLEEP, EngineMemory, GpuMemory, RankParameters, Training
+from asyncmoe.plan.phases import SLEEPS, moved, phases
+from asyncmoe.plan.traffic import Forecast
 from benchmarks.published import REAL
-from tests.configs import minimal
+from tests.configs import demo, minimal
+from tests.unit.example_counts import examples
 
 HF, DEEPSEEK, GLM = REAL["Qwen3-30B-A3B"], REAL["DeepSeek-V3"], REAL["GLM-4.5"]
 SPARSE: dict[str, Any] = {**SMALL, "mlp_only_layers": []}
@@ -107,6 +116,117 @@ def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
     assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
     experts = 48 * 16 * 3 * 2048 * 768
     assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"
+
+
+# ---------------------------------------------------------------- devices in turn
+
+GENERATING, TRAINING, WAKING = DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING
+MESSAGES = 2 * (256 << 20)
+NODE = {"ranks": 8, "tp": 4, "ep": 8, "tokens_per_microbatch": 8192, "recompute": "full", "dtype": "bfloat16"}
+
+
+def in_turn(**sections: Any) -> Config:
+    given = {"trainer": NODE, "engines": {"count": 2, "tp": 4, "ep": 4, "dtype": "bfloat16", "max_total_tokens": 1_500_000}}
+    return minimal(placement="colocated", **{**given, **sections})
+
+
+def totals(found: Budget) -> dict[DeviceTurn, int]:
+    return {turn: sum(one.total for one in sides) for turn, sides in found.phases.items()}
+
+
+def test_a_device_holds_one_side_and_what_the_other_keeps() -> None:
+    """While weights move, both sides' weights and message buffers; nothing else of the trainer's 18 bytes a parameter."""
+    found = budget.of_run(in_turn(), HF)
+    trainer, engine = found.trainer, found.engine
+    asleep = MESSAGES + ASLEEP
+    assert totals(found) == {
+        GENERATING: engine.total + asleep,
+        TRAINING: trainer.total + asleep,
+        WAKING: trainer.parts["weights"] + engine.parts["weights"] + 2 * MESSAGES + ASLEEP,
+    }
+    assert "staging" not in engine.parts
+    assert found.host[PLACEMENT] == trainer.parts["weights"] + trainer.parts["optimizer"], "gradients are dropped"
+    adapters = budget.of_run(in_turn(train="lora"), HF)
+    assert adapters.engine.host[PLACEMENT] == adapters.engine.parts["weights"], "the trainer does not send them"
+    assert adapters.phases[TRAINING][1].total == adapters.engine.parts["adapters"] + asleep, "SGLang allocates slots outside its saver"
+    assert adapters.phases[GENERATING][0].total == asleep, "copies to send sleep with the parameters"
+
+
+def test_state_in_host_memory_does_not_move_again() -> None:
+    half, whole = (budget.of_run(in_turn(trainer={**NODE, "memory": {"optimizer_offload": share}}), HF) for share in (0.5, 1))
+    assert half.host[PLACEMENT] - whole.host[PLACEMENT] == half.trainer.parts["optimizer"]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    sleeps=st.sets(st.sampled_from(sorted(SLEEPS))).map(frozenset),
+    gpu_gb=st.floats(20, 200),
+    keys=st.sampled_from([{}, {"pp": 2}, {"recompute": "none"}, {"memory": {"optimizer_offload": 0.5}}]),
+    train=st.sampled_from(["full", "lora"]),
+)
+def test_in_turn_never_needs_more_than_the_sum_and_is_refused_if_a_phase_does_not_fit(
+    sleeps: frozenset[str], gpu_gb: float, keys: dict[str, Any], train: str
+) -> None:
+    run = in_turn(train=train, trainer={**NODE, "ep": 4, **keys})
+    stages = memory.trainer(HF, models.trainer_parallel(run), budget.training(run, HF))
+    known = budget.of_run(run, HF)
+    found = Budget(known.trainer, known.engine, gpu_gb, phases=phases(stages, known.engine, sleeps))
+    every = phases(stages, known.engine)
+    for turn, total in totals(found).items():
+        assert max(found.trainer.total if turn is TRAINING else 0, found.engine.total if turn is GENERATING else 0) < total
+        assert sum(one.total for one in every[turn]) <= total <= found.trainer.total + found.engine.total + ASLEEP
+    refused = [turn for turn, total in totals(found).items() if total > memory.usable(gpu_gb)]
+    assert [one.what for one in found.refusals] == [f"memory of a GPU while {turn}" for turn in refused]
+
+
+def test_a_refusal_says_what_frees_the_memory() -> None:
+    known = budget.of_run(in_turn(), HF)
+    found = replace(known, phases=phases([known.trainer], known.engine, frozenset({"gradients", "parameters"})))
+    (refusal,) = found.refusals
+    ways = (
+        "optimizer in trainer.sleep, or fewer tokens (engines.max_total_tokens, environment.max_tokens), or more GPUs and placement=split"
+    )
+    assert (refusal.what, refusal.hint) == ("memory of a GPU while generating", f"take {ways}")
+    too_many = (totals(found)[GENERATING] - memory.usable(80.0)) / 1e9
+    assert f"{too_many:.3g} GB too many" in str(refusal)
+    neither = replace(known, gpu_gb=60.0).refusals
+    assert all("placement=split" in str(one.got) and "placement" not in str(one.hint) for one in neither)
+
+
+def test_a_machine_without_memory_for_what_sleeps_is_refused() -> None:
+    for run, ranks in ((in_turn(), 0), (in_turn(train="lora"), 8)):
+        found = budget.of_run(run, HF)
+        needed = 8 * found.host[PLACEMENT] + ranks * found.engine.parts["weights"] + 8 * found.engine.host["keep.routing"]
+        budget.check_host(run, found, round(needed / 0.9) + 9)
+        with pytest.raises(ConfigError) as caught:
+            budget.check_host(run, found, round(needed / 0.9) - 9)
+        assert caught.value.what == PLACEMENT
+
+
+def test_phases_are_of_the_largest_stage() -> None:
+    stages = [GpuMemory({"weights": 5, "optimizer": 1}), GpuMemory({"weights": 1, "optimizer": 9})]
+    found = phases(stages, GpuMemory({"weights": 2, "KV cache": 3}), cpu=True)
+    assert [tuple(one.total for one in found[turn]) for turn in (GENERATING, TRAINING, WAKING)] == [(0, 5), (10, 0), (5, 2)]
+
+
+def test_the_least_seconds_of_a_switch_are_bytes_over_a_bandwidth() -> None:
+    run = in_turn()
+    held = budget.of_run(run, HF)
+    found = switch.of_run(run, HF)
+    assert found["trainer_in"].nbytes == found["trainer_out"].nbytes == held.host[PLACEMENT]
+    assert found["trainer_out"].seconds == held.host[PLACEMENT] / (0.9 * 64e9)
+    assert found["engines_in"].nbytes == held.engine.parts["weights"]
+    assert found["engines_in"].nbytes / (0.9 * 450e9) >= found["engines_in"].seconds > 0
+    alone = switch.moves(0, 0, Forecast(9000, 0, 0, 9000, 0.0, 9000), switch.H100)["engines_in"]
+    assert alone == switch.Move(9000, 9000 * 2 / (0.9 * 3.35e12)), "on one device every byte is read and written"
+    adapters = switch.of_run(in_turn(train="lora"), HF)["engines_in"]
+    assert adapters.seconds > held.engine.parts["weights"] / (0.9 * 64e9), "base weights come back from host memory"
+    assert switch.bound(run, HF) == {name: move.seconds for name, move in found.items()}
+    small = demo("placement=colocated", "queue.staleness.max_staleness=0")
+    hf = budget.hf_of(small)
+    (stage,) = memory.trainer(hf, models.trainer_parallel(small), budget.training(small, hf, cpu=True))
+    assert switch.of_run(small, hf)["trainer_out"].nbytes == 2 * moved(stage), "both ranks write to one disk"
+    assert budget.of_run(small, hf, cpu=True).host == {}
 
 
 # ---------------------------------------------------------------- the host's memory

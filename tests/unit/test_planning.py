@@ -45,6 +45,20 @@ def test_figures_are_those_of_the_plan() -> None:
     assert found.seconds == pytest.approx(max(found.sent, found.received) / 0.5e9)
 
 
+def test_an_engine_rank_receives_from_its_own_device_without_a_link() -> None:
+    """Against a complete plan: rank r of the trainer and rank 8 + r of the engines are on device r."""
+    hf = {**REAL["Qwen3-30B-A3B"], "num_hidden_layers": 2, "num_experts": 8, "vocab_size": 512}
+    trainer, engine = MegatronParallel(4, 1, 8, 1, 2), EngineParallel(4, 4)
+    found, payload = foresee(hf, trainer, engine, 2, nic=0.5, first=0), Payload(hf)
+    moved_ = plan(payload.tensors(), payload.trainer(trainer, "bfloat16"), payload.engines(engine, "bfloat16", 2, first=8)).transfers
+    own = {one.destination: one.nbytes for one in moved_ if one.destination == one.source + 8}
+    into = {rank: sum(one.nbytes for one in moved_ if one.destination == rank) for rank in range(8, 16)}
+    out = [sum(one.nbytes for one in moved_ if one.source == rank and one.destination != rank + 8) for rank in range(8)]
+    assert own
+    assert (found.within, found.received, found.wire, found.sent) == (max(own.values()), max(into.values()), sum(out), max(out))
+    assert found.seconds == max(*out, *(into[rank] - own.get(rank, 0) for rank in into)) / 0.5e9
+
+
 @pytest.mark.parametrize("model", ["DeepSeek-V3", "GLM-4.5-Air", "Mixtral-8x22B"])
 def test_families_can_be_planned(model: str) -> None:
     """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
@@ -117,6 +131,21 @@ def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
     assert written["update"]["received"] <= written["update"]["wire"]
 
 
+def test_a_step_in_turn_is_the_sum_and_divided_the_longer_part(tmp_path: Path) -> None:
+    command("--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 1, "--json", tmp_path / "plan.json")
+    one, other = json.loads((tmp_path / "plan.json").read_text())["splits"]
+    sampled = 384 * 8 * 4096
+    for found in (one, other):
+        assert found["step_s"]["generation"] == pytest.approx(sampled / found["sampled"])
+        assert found["step_s"]["training"] == pytest.approx(sampled / found["trained"])
+    kept = sum(one["trainer"]["memory"]["parts"][part] for part in ("weights", "optimizer"))
+    arrive = max(one["update"]["within"] / (0.9 * 3.35e12 / 2), one["update"]["seconds"])
+    assert one["step_s"]["switch"] == pytest.approx(2 * kept / (0.9 * 64e9) + arrive)
+    assert one["step_s"]["in all"] == pytest.approx(sum(one["step_s"][part] for part in ("generation", "training", "switch")))
+    assert other["step_s"]["in all"] == max(other["step_s"]["generation"], other["step_s"]["training"])
+    command("--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 1, "--gpus-per-node", 1, "--gpu-gb", 180, "--lora", "rank=32")  # one way
+
+
 def test_float8_is_said_and_a_model_that_a_run_refuses_too() -> None:
     out = command("--model", MODELS / "DeepSeek-V3.json", "--nodes", 10)
     assert "of float8 and bfloat16" in out
@@ -126,7 +155,6 @@ def test_float8_is_said_and_a_model_that_a_run_refuses_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", 1, "--model", MODELS], "--config examples/one-node/"),
         (["--nodes", 2, "--config", CLUSTER], "got both"),
         (["--nodes", 2], "got no --model"),
         (["--nodes", 2, "--model", MODELS, "run.steps=1"], "got run.steps=1"),

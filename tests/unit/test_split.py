@@ -19,13 +19,14 @@ from asyncmoe import models
 from asyncmoe.config import load
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.plan import budget, memory, render_plan, speeds, split
+from asyncmoe.plan import budget, memory, one_node, render_plan, speeds, split
 from asyncmoe.plan.speeds import Measured, MeasuredLengths, MeasuredSide
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.simulate.plant import Plant, read_plant
 from asyncmoe.simulate.sweep import _splits
 from asyncmoe.simulate.workload import parse
 from benchmarks.published import FLOAT8, REAL
+from tests.configs import minimal
 from tests.unit.example_counts import examples
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -87,14 +88,14 @@ def test_deepseek_v3_by_hand(nodes: int, engines: int) -> None:
 def test_groups_hold_more_conversations(model: str, gpu_gb: float, whole: int, groups: int, grouped: int) -> None:
     """On 16 GPUs: without groups each GPU caches the same 61 x 576 numbers of a token."""
     hf = {**REAL[model], "quantization_config": FLOAT8}
-    best = split._engine_over(hf, Cluster(1, 8, gpu_gb), 2)
+    best = split.engine_over(hf, Cluster(1, 8, gpu_gb), 2)
     assert best is not None
     assert best.parallel == EngineParallel(16, 16, groups)
     assert groups * (best.serving.tokens // groups // 8192) == grouped
     held = best.memory.parts["KV cache"]
     assert held == best.serving.tokens // groups * 61 * 576 * 2
     longer = best.serving.tokens // groups + 1  # than one group's cache
-    other = split._engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
+    other = split.engine_over(hf, Cluster(1, 8, gpu_gb, longer), 2)
     assert other is not None
     assert other.serving.tokens // other.parallel.attn_dp >= longer
     assert memory.kv_room(hf, EngineParallel(16, 16), replace(best.serving, running=256), gpu_gb) // 8192 == whole
@@ -235,3 +236,27 @@ def test_engines_with_adapters_are_within_a_node_as_a_run_has_them() -> None:
 def test_nodes_without_room_for_an_engine_are_refused() -> None:
     with pytest.raises(ConfigError, match="room for an engine with 8 conversations of 8192 tokens on 1 of 2 nodes"):
         split.suggest(LARGE, Cluster(2, gpus=4))
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [Cluster(1), Cluster(1, gpu_gb=141.0), Cluster(1, gpus=4, adapter=KIND), Cluster(1, gpus=1, gpu_gb=180.0, adapter=KIND)],
+    ids=str,
+)
+def test_the_keys_for_one_machine_make_runs_that_fit(cluster: Cluster) -> None:
+    found = one_node.of_node(HF, cluster)
+    assert [one.name for one in found] == ["colocated", *(["split"] if cluster.gpus > 1 else [])]
+    for one in found:
+        run = minimal(**yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
+        models.check(run, HF)
+        held = budget.of_run(run, HF, cluster.gpu_gb)
+        assert (run.in_turn, held.refusals) == (one.cluster.in_turn, ())
+        assert (held.trainer.parts, held.engine.parts) == (one.trainer.memory.parts, one.engine.memory.parts)
+        assert run.trainer.ranks + (0 if run.in_turn else run.engines.count * run.engines.tp) <= cluster.gpus
+        assert run.engines.count * run.engines.tp <= cluster.gpus
+
+
+def test_a_machine_on_which_nothing_fits_is_refused() -> None:
+    for cluster in (Cluster(1, gpus=2), Cluster(1, gpus=1, gpu_gb=141.0, adapter=KIND)):  # the second for two copies of its base weights
+        with pytest.raises(ConfigError, match="--lora"):
+            one_node.of_node(HF, cluster)

@@ -95,6 +95,6 @@ def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
             mine = trainer if card.number in devices.trainer else relief.NOTHING
             others = engine if any(card.number in one for one in devices.engines) else relief.NOTHING
             gpu_gb = (card.memory_mib << 20) / 1e9
-            for refusal in budget.Budget(mine, others, gpu_gb, shared=run.config.in_turn).refusals:
+            for refusal in budget.Budget(mine, others, gpu_gb, phases=budget.by_phase(run.config, [mine], others)).refusals:
                 raise ConfigError(f"memory of {labelled([card])}", got=refusal.got, expected=refusal.expected, hint=refusal.hint)
     return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")

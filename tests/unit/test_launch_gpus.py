@@ -21,6 +21,7 @@ from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import evaluate, gpus, preflight
+from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.plan import budget
 from asyncmoe.trainer.model import environment
 
@@ -121,7 +122,7 @@ def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu
     given = config.model_copy(update={"engines": config.engines.model_copy(update={"max_total_tokens": tokens})})
     held = budget.of_run(given, hf, gpu_gb)
     assert held.refusals == ()
-    asleep = budget.memory.ASLEEP if config.in_turn else 0
+    asleep = held.phases[DeviceTurn.GENERATING][0].total if held.phases else 0
     room = budget.memory.usable(gpu_gb) - asleep
     static = sum(held.engine.parts.get(part, 0) for part in ("weights", "adapters", "derived", "KV cache"))
     besides = held.engine.total - static
@@ -162,7 +163,7 @@ def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
     ("name", "overrides", "gpu_gb", "got"),
     [
         ("cluster/qwen3-30b-a3b.yaml", ("engines.tp=2", "engines.ep=2"), 40.0, " GB of an engine ("),
-        ("demo-gpu.yaml", (), 15.5, "16.3 GB of the trainer and an engine ("),
+        ("demo-gpu.yaml", (), 15.5, "16.8 GB of the trainer and an engine ("),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], gpu_gb: float, got: str) -> None:
@@ -267,7 +268,7 @@ REFUSED: list[tuple[Callable[[], Machine], str]] = [
     (lambda: node(FULL, [H100] * 6 + [H200] * 2), "memory of GPU 0: 101 GB of the trainer ("),
     (lambda: node(TWO, [H100, PROHIBITED]), "compute mode of GPU 1 is Prohibited"),
     (lambda: node(ONE, [EXCLUSIVE]), "compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine use GPU 0 in turn"),
-    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "memory of GPU 0: 14.3 GB of an engine ("),
+    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "memory of GPU 0: 16.8 GB of the trainer and an engine ("),
     (lambda: node(ONE, [H100], engine__packages={"torch-memory-saver": None}), "torch-memory-saver, by which engines release memory"),
     (lambda: node(TWO, [V100] * 2), "GPUs 0, 1 of compute capability 7.0"),
     (lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")), "the extension's kernels are not built"),

@@ -45,24 +45,23 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     models.check(config, hf)
     cpu = budget.for_cpu(config)
     found = budget.of_run(config, hf, gpu_gb or (budget.CPU_GB if cpu else GPU_GB), cpu)
-    written: dict[str, Any] = {}
     if config.in_turn:
         moves = switch.of_run(config, hf)
         render_plan.show_switch(moves, console)
-        written["switch"] = {name: asdict(move) for name, move in moves.items()}
+        moved = {"switch": {name: asdict(move) for name, move in moves.items()}}
     else:
         sizes = models.trainer_parallel(config), models.engine_parallel(config), config.engines.count
         dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
         forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
         render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
-        written["update"] = asdict(forecast)
+        moved = {"update": asdict(forecast)}
     render_plan.show_budget(found, console)
     kept = disk.of_run(config, hf)
     render_plan.show_disk(kept, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
     host = {"trainer": dict(found.host), "engine": dict(found.engine.host)}
     columns |= {turn: {"trainer": one.total, "engine": other.total} for turn, (one, other) in found.phases.items()}
-    return {**written, "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
+    return {**moved, "memory": columns, "host_memory": host, "disk": asdict(kept), "fits": not found.refusals}
 
 
 def of_cluster(

@@ -54,8 +54,7 @@ def show_switch(found: Mapping[str, Move], console: Console) -> None:
     """Print the moves of a switch from engines to the trainer and back."""
     rows = [(name.replace("_", ", "), [size(move.nbytes), f"{move.seconds:.3g} s"]) for name, move in found.items()]
     rows.append(("in all", ["", f"{sum(move.seconds for move in found.values()):.3g} s"]))
-    console.print(grid("a switch, one move after the other", ["bytes", "at least"], rows))
-    console.print("The time is that of the busiest device's bytes at the speed of data sheets: of an H100, or of an SSD on CPUs.")
+    console.print(grid("a switch, one move after the other", ["bytes", "at least, by data sheets"], rows))
 
 
 def kind(hf: Hf, dtype: str, adapter: bool) -> str:
@@ -181,7 +180,7 @@ def _trainer(split: Split) -> dict[str, int]:
 def sections(split: Split) -> dict[str, Any]:
     """Return a split as sections of a configuration, without keys at their default, such as `rollout.max_concurrent`, which follows from
     the engines."""
-    engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
+    engine, trainer, adapter, context = split.engine, split.trainer, split.engine.serving.adapter, split.cluster.context
     engines: dict[str, Any] = {"count": split.engines, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
     engines |= {} if split.cluster.machine else {"join": True}
     engines |= {"nodes": engine.nodes} if engine.nodes > 1 and not split.cluster.machine else {}
@@ -189,15 +188,15 @@ def sections(split: Split) -> dict[str, Any]:
     engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens, "start_timeout_s": 3600}
     if engine.serving.prefill != EngineMemory.prefill:
         engines["args"] = ["--chunked-prefill-size", str(engine.serving.prefill)]
-    trains: dict[str, Any] = {**_trainer(split), "tokens_per_microbatch": trainer.rows, "checkpoint_every": 20}
+    trains: dict[str, Any] = {**_trainer(split), "tokens_per_microbatch": context, "checkpoint_every": 20}
     trains |= {"recompute": "full" if trainer.recompute else "none", "optimizer": {"distributed": True}}
     if trainer.offload:
         trains["memory"] = {"optimizer_offload": trainer.offload}
     nodes = {"trainer_nodes": split.trainer_nodes, "engine_nodes": split.engine_nodes, "network": "hostname"}
     found = {
         **({"placement": "colocated"} if split.cluster.in_turn else {} if split.cluster.machine else {"cluster": nodes}),
-        "environment": {"max_tokens": trainer.rows, "timeout_s": 3600},
-        "rollout": {"groups_per_step": BATCH, "group_size": GROUP, "max_new_tokens": trainer.rows * 7 // 8, "request_timeout_s": 3600},
+        "environment": {"max_tokens": context, "timeout_s": 3600},
+        "rollout": {"groups_per_step": BATCH, "group_size": GROUP, "max_new_tokens": context * 7 // 8, "request_timeout_s": 3600},
         "queue": {"lease_timeout_s": 14400},
         "sync": {"timeout_s": 600},
         "trainer": trains,

@@ -69,14 +69,12 @@ class TrainerSizes:
     """Trainer sizes that fit.
 
     Attributes:
-        rows: rows of a micro-batch.
         memory: memory of a rank of the largest pipeline stage.
         cp: context-parallel ranks, which `parallel` counts as data-parallel.
         offload: share of the optimizer's state in host memory.
     """
 
     parallel: MegatronParallel
-    rows: int
     recompute: bool
     memory: GpuMemory
     cp: int = 1
@@ -211,7 +209,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
             stages = memory.trainer(hf, parallel, replace(training, offload=share))
             largest = max(stages, key=lambda stage: stage.total)
             host = {key: max(stage.host[key] for stage in stages) for key in largest.host}  # another stage may have the most
-            found = TrainerSizes(parallel, cluster.context, recompute, replace(largest, host=host), cp, share)
+            found = TrainerSizes(parallel, recompute, replace(largest, host=host), cp, share)
         if share == 0:
             break
     return found

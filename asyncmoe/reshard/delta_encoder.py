@@ -54,7 +54,7 @@ class DeltaEncoder:
     It keeps the base: the bytes that it last sent, as they are stored at the destinations. The base is as large as the data of a full
     exchange, but destinations with equal layouts share one copy. `encode` compares the current data with the base and encodes, block by
     block of at most 128 KiB, positions and values of the elements whose bits changed, or all elements where that is smaller;
-    `Exchanger.run` sends the messages. With float8, values and scales are compared as stored (call `Scaler.write` first, as before an
+    `Exchanger.run` sends the messages. With float8, values and scales are compared as stored (call `write_scales` first, as before an
     exchange).
 
     The base matches the destinations only if they verified and wrote what was sent. Otherwise call `forget`: the next update is then full.

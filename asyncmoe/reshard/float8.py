@@ -2,8 +2,8 @@
 
 The canonical tensor is unchanged. A second tensor has its scales: `<tensor>_scale_inv`, float32, one per block. Likewise a storage with a
 part of the tensor gets a storage of scales, with the same suffix (as SGLang names its own, quantization/fp8.py). Blocks of the
-storage are blocks of the tensor, so scales are sharded like any other tensor. A source's scales are computed from its weights (`Scaler`)
-before an exchange; every element is divided by the scale of its block while it is packed.
+storage are blocks of the tensor, so scales are sharded like any other tensor. A source's scales are computed from its weights before an
+exchange (`write_scales`); every element is divided by the scale of its block while it is packed.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
     return Piece(piece.tensor + SCALES, among, piece.storage + SCALES, offset, contiguous_strides(shape)[-2:])
 
 
-class Scaler:
-    """Computes the scales of a source's storages.
+def write_scales(layout: RankLayout, arrays: Mapping[str, Array], *, power_of_two: bool = False, threads: int = 0, stream: int = 0) -> None:
+    """Write the scales of a source's storages; on a GPU, enqueue the computation on `stream`.
 
     A block's scale is its largest magnitude, at least 1e-4, divided by 448, the largest float8 (as in SGLang's
     quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128`). With `power_of_two` it is rounded up to a power of two, as in the UE8M0
@@ -124,28 +124,22 @@ class Scaler:
 
     Args:
         layout: the source's layout, from `with_scales`.
-        arrays: by storage name, the weights and their scales, which are written; all in host memory or all on one GPU.
+        arrays: by storage name, the weights and their scales; all in host memory or all on one GPU.
 
     Raises:
         LayoutError: an array is missing, or does not match its storage.
     """
-
-    def __init__(self, layout: RankLayout, arrays: Mapping[str, Array], *, power_of_two: bool = False) -> None:
-        where, storages = f"rank {layout.rank}: array", layout.storages
-        weights = {name: storages[name] for name in storages if name + SCALES in storages}
-        read = memories_of(weights, arrays, where, write=False).values()
-        written = memories_of({name + SCALES: storages[name + SCALES] for name in weights}, arrays, where, write=True).values()
-        rows = [  # of csrc/scales.h
-            (values.address, ITEM_BYTES[one.dtype], prod(one.shape[:-1]), one.shape[-1], scales.address)
-            for one, values, scales in zip(weights.values(), read, written, strict=True)
-        ]
-        self._rows, self._power_of_two = np.array(rows, np.int64).reshape(-1, 5), power_of_two
-        self._device = one_device((memory.device for memory in (*read, *written)), f"{where}s with scales")
-        self._held = arrays  # keeps the addresses valid
-
-    def write(self, *, threads: int = 0, stream: int = 0) -> None:
-        """Write all scales; on a GPU, enqueue the computation on `stream`."""
-        if self._device == "cpu":
-            _C.scale_blocks(self._rows, self._power_of_two, threads)
-        else:
-            _C.scale_blocks_on_gpu(self._rows, self._power_of_two, int(self._device.partition(":")[2]), stream)
+    where, storages = f"rank {layout.rank}: array", layout.storages
+    weights = {name: storages[name] for name in storages if name + SCALES in storages}
+    read = memories_of(weights, arrays, where, write=False).values()
+    written = memories_of({name + SCALES: storages[name + SCALES] for name in weights}, arrays, where, write=True).values()
+    given = [  # of csrc/scales.h
+        (values.address, ITEM_BYTES[one.dtype], prod(one.shape[:-1]), one.shape[-1], scales.address)
+        for one, values, scales in zip(weights.values(), read, written, strict=True)
+    ]
+    rows = np.array(given, np.int64).reshape(-1, 5)
+    device = one_device((memory.device for memory in (*read, *written)), f"{where}s with scales")
+    if device == "cpu":
+        _C.scale_blocks(rows, power_of_two, threads)
+    else:
+        _C.scale_blocks_on_gpu(rows, power_of_two, int(device.partition(":")[2]), stream)

@@ -10,7 +10,7 @@ from reshard_ranks import Arrays, run_ranks
 from test_reshard_float8 import SHAPES, chosen, empty, filled, random, shards
 
 from asyncmoe.reshard import plan
-from asyncmoe.reshard.float8 import BLOCK, SCALES, Scaler, with_scale_tensors, with_scales
+from asyncmoe.reshard.float8 import BLOCK, SCALES, with_scale_tensors, with_scales, write_scales
 
 
 class Quantised:
@@ -36,7 +36,7 @@ class Quantised:
                 if not name.endswith(SCALES):
                     self.held[layout.rank][name][...] = array
             if self.float8:
-                Scaler(layout, self.held[layout.rank]).write()
+                write_scales(layout, self.held[layout.rank])
 
     def full(self, version: int) -> None:
         self.load()

@@ -14,7 +14,7 @@ from test_reshard_program import casts
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import LayoutBuilder, RankLayout, plan
-from asyncmoe.reshard.float8 import BLOCK, FLOAT8, SCALES, Scaler, scales_shape, with_scale_tensors, with_scales
+from asyncmoe.reshard.float8 import BLOCK, FLOAT8, SCALES, scales_shape, with_scale_tensors, with_scales, write_scales
 from asyncmoe.reshard.layout import columns, rows, whole
 from tests import float8
 
@@ -73,7 +73,7 @@ def sent(
     wanted = [with_scales(layout, shapes, chosen, quantised=True) for layout in destination]
     held = {layout.rank: filled(layout, values) for layout in sources}
     for layout in sources:
-        Scaler(layout, held[layout.rank], power_of_two=power_of_two).write()
+        write_scales(layout, held[layout.rank], power_of_two=power_of_two)
     got = {layout.rank: empty(layout) for layout in wanted}
     run_ranks(plan(with_scale_tensors(shapes, chosen), sources, wanted), held, got, **how)
     return [got[layout.rank] for layout in wanted]
@@ -233,6 +233,6 @@ def test_missing_scales_are_named() -> None:
     held = filled(source, {"w": random(shape, 0, "bfloat16")})
     del held["weight" + SCALES]
     tensors = with_scale_tensors({"w": shape}, chosen)
-    for use in (lambda: Scaler(source, held), lambda: run_ranks(plan(tensors, [source], [wanted]), {0: held}, {0: empty(wanted)})):
+    for use in (lambda: write_scales(source, held), lambda: run_ranks(plan(tensors, [source], [wanted]), {0: held}, {0: empty(wanted)})):
         with pytest.raises(LayoutError, match="weight_scale_inv: got nothing"):
             use()

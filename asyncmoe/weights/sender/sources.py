@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from asyncmoe.models.payload import Payload
-from asyncmoe.reshard.float8 import Scaler
+from asyncmoe.reshard.float8 import write_scales
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.weights.sender.trained import TrainedModel
 
@@ -25,7 +25,7 @@ class WeightSources:
     `refresh` computes beforehand.
 
     Attributes:
-        tensors: by the layout's names; always the same memory.
+        tensors: by the layout's names; always the same tensors.
     """
 
     def __init__(self, model: TrainedModel) -> None:
@@ -35,18 +35,16 @@ class WeightSources:
         wanted = {name: getattr(torch, storage.dtype) for name, storage in layout.storages.items()}
         self._copied = {name: tensor for name, tensor in live.items() if tensor.dtype != wanted[name]}
         self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
-        self._device, self._scaler = model.mesh.device, None
-        if payload.float8 is not None:
-            self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in live}, self._device)
-            self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
+        self._device, self._layout, self._float8 = model.mesh.device, layout, payload.float8
+        self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in self.tensors}, self._device)
 
     def refresh(self) -> None:
         """Update copies and scales from the current weights. Call it only while nothing is being sent."""
         for name, tensor in self._copied.items():
             self.tensors[name].copy_(tensor)
-        if self._scaler is not None:
-            on_gpu = self._device.type == "cuda"
-            self._scaler.write(stream=torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0)
+        if self._float8 is not None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+            write_scales(self._layout, self.tensors, power_of_two=self._float8.power_of_two, stream=stream)
 
 
 class AdapterSources:

@@ -243,7 +243,8 @@ class Trainer:
         """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
         self._take_turn(DeviceTurn.WAKING)
         gpt.gather_weights(self._model)
-        if self._behind and (self._turns is None or self._config.adapter is not None):  # else engines have lost what they loaded
+        kept = self._config.adapter is not None and self._expected.of_loaded
+        if self._behind and (self._turns is None or kept):  # else engines have lost what they loaded, or cannot be asked before they wake
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
         if self._turns is not None:
             self._publish_in_turn(self._turns)

@@ -10,6 +10,7 @@ from asyncmoe.errors import UserError
 
 CONFIGURATION = Path("examples/real/sums.yaml")
 DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
+DEMO = Path("runs/models/tiny-qwen3-moe")
 _COMMON = (
     "objective.kl.coefficient=0",
     "evaluation.max_concurrent=64",
@@ -17,6 +18,7 @@ _COMMON = (
 _EVERY, _GROUPS = 6, 4
 _UNCORRECTED = "objective.correction.weight=none"
 _UNGUARDED = "verify.anomalies.kl_engine.action=warn"
+_DEMO = ("rollout.groups_per_step=16", "evaluation.every=20", "evaluation.prompts=100", "queue.staleness.max_staleness=0", "run.mode=sync")
 _MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
@@ -29,6 +31,7 @@ class Arm:
         environment: variables of the run.
         about: what it is.
         trl: TRL trains it, not asyncmoe.
+        configuration: of its run, before `settings`.
         split: a step has this part of the samples, and there are as many times as many, so that tokens can get as many versions old.
     """
 
@@ -39,6 +42,7 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
     trl: bool = False
     split: int = 1
+    configuration: Path = CONFIGURATION
 
 
 ARMS = (
@@ -81,6 +85,13 @@ ARMS = (
             ),
             ("-eta-16", "tokens are up to 16 versions old", ("queue.staleness.max_staleness=16",)),
             ("-eta-4", "tokens are up to 4 versions old", ("queue.staleness.max_staleness=4",)),
+        )
+    ),
+    *(
+        Arm(f"demo-{placement}", DEMO, about, (*_DEMO, f"placement={placement}"), configuration=Path("examples/demo.yaml"))
+        for placement, about in (
+            ("split", "the demo of a random mixture; engine and trainer in turn, and both stay in memory"),
+            ("colocated", "the same; each gives its memory to the other"),
         )
     ),
 )

@@ -120,7 +120,7 @@ def of_arm(name: str) -> Subject:
     """
     (arm,) = arms.chosen([name])
     runner.check_model(arm.model, name)
-    return Subject(name, arms.CONFIGURATION, tuple(arms.overrides(arm, 0, RUNS / name, 1)), runner.ROOT / arm.model)
+    return Subject(name, arm.configuration, tuple(arms.overrides(arm, 0, RUNS / name, 1)), runner.ROOT / arm.model)
 
 
 def of_configuration(path: Path, settings: Sequence[str]) -> Subject:

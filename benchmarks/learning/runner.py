@@ -17,12 +17,16 @@ from typing import Any
 from asyncmoe import config as configuration
 from asyncmoe.errors import DataError, EngineError, UserError, WaitTimeout
 from benchmarks.learning import curves
-from benchmarks.learning.arms import CONFIGURATION, DENSE, MIXTURE, Arm, overrides
+from benchmarks.learning.arms import DEMO, DENSE, MIXTURE, Arm, overrides
 from benchmarks.provenance import here
 
 ROOT = Path(__file__).parents[2]
 RUNS, TRL = ROOT / "build" / "learning", ROOT / ".venv-peers" / "trl"
-MADE_BY = {DENSE: "make real-model", MIXTURE: f"python examples/real/make_mixture.py {DENSE} {MIXTURE}"}
+MADE_BY = {
+    DENSE: "make real-model",
+    MIXTURE: f"python examples/real/make_mixture.py {DENSE} {MIXTURE}",
+    DEMO: f"asyncmoe make-model {DEMO}",
+}
 _LIMIT_S = 7200.0
 """Of one run, from one start to its end."""
 
@@ -119,7 +123,7 @@ def _curves(arm: Arm, seed: int, steps: int) -> dict[str, Any]:
     whole = run_dir / "whole.json"  # of a run that has ended, which other results may take too
     if not whole.exists():
         resumed = run_dir.exists()
-        finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given], arm.environment)
+        finish(run_dir, ["-m", "asyncmoe", "run", str(arm.configuration), *given], arm.environment)
         whole.write_text(json.dumps({"resumed": True} if resumed else {}))
     found = curves.of_run(run_dir, configuration.of_run(run_dir).rollout.batch)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)

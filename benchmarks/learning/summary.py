@@ -12,7 +12,7 @@ from benchmarks.learning.curves import band, reached
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Records by the name of their arm."""
-BASES = {"dense": "dense-async", "moe": "moe", "moe-small-steps": "moe-small-steps"}
+BASES = {"dense": "dense-async", "moe": "moe", "moe-small-steps": "moe-small-steps", "demo": "demo-split"}
 """What the name of an arm begins with -> the arm that it is compared with; the longest counts."""
 
 

@@ -115,3 +115,22 @@ def test_a_trainer_whose_weights_no_engine_took_gives_them_up_before_it_trains_o
     turns.sleeper = Mock(hold=happened.append)
     turns.wait_for(DeviceTurn.TRAINING)
     assert happened[1:] == [set(), TurnAwaited(DeviceTurn.TRAINING, Event.YIELDED), TRAINER]
+
+
+@asynchronous
+async def test_an_engine_that_woke_with_weights_nobody_wrote_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    async def poisoned(timeout_s: float) -> tuple[dict[str, str], ...]:
+        return {}, {"layer.w_kc": "7 of 7"}
+
+    turns, pool = turns_of(2)
+    for member in pool.members:
+        member.compared = True
+    await turns.wait_for(DeviceTurn.TRAINING, Event.STARTED)
+    await turns.wait_for(DeviceTurn.WAKING)
+    assert not any(member.compared for member in pool.members), "each wake may lose weights that no update writes"
+    monkeypatch.setattr(fake(pool.members[1].engine), "poisoned", poisoned)
+    await turns.wait_for(DeviceTurn.GENERATING)
+    assert "layer.w_kc of rank 1 (7 of 7)" in fenced(pool)["engine.1"]
+    assert [*fenced(pool)] == ["engine.1"]

@@ -147,7 +147,7 @@ class CpuMemorySaver:
         for region in self._of(_WEIGHTS):
             for storage, dtype in region.alive():
                 words = torch.empty(0, dtype=_INTEGERS[dtype.itemsize]).set_(storage)
-                if count := int((words == -1).sum()):
+                if count := int(torch.count_nonzero(words == -1)):
                     for name in names[storage._cdata] or [f"unnamed {dtype}[{len(words)}]"]:
                         found[name] = f"{count} of {len(words)}"
         return found

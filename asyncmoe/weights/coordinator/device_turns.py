@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 
+from asyncmoe.config.devices import none_here
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.types import MemoryTag
-from asyncmoe.errors import ProtocolError, WaitTimeout
+from asyncmoe.errors import ProtocolError, WaitTimeout, WeightSyncError
 from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, DeviceTurn, Event, Held, MemoryPart, after, step
 from asyncmoe.process import lives
 from asyncmoe.weights.coordinator.driver import UpdateDriver
@@ -138,4 +140,14 @@ class EngineTurns:
             await client.release_memory(gone, limit)
         if back := [tag for kind in sorted(held - now) for tag in _TAGS[kind]]:
             await client.resume_memory(back, limit)
+        if MemoryPart.WEIGHTS in now - held:
+            member.compared = False  # weights under adapters come back from the engine's own copy
+        if MemoryPart.CACHE in held - now and none_here():
+            _check_written(await client.poisoned(limit))
         self._held[member] = held
+
+
+def _check_written(poisoned: Sequence[Mapping[str, str]]) -> None:
+    """Raise WeightSyncError if an engine's ranks have weights that nobody has written since they took their memory again."""
+    if found := [f"{name} of rank {rank} ({share})" for rank, names in enumerate(poisoned) for name, share in names.items()]:
+        raise WeightSyncError(f"nothing wrote {found[0]}, and {len(found) - 1} more weights, since the engine woke")

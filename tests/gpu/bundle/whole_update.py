@@ -63,7 +63,8 @@ def main() -> None:
     mesh = SimpleNamespace(rank=0, world=1, device=device, backend="nccl" if card else "gloo")
     model: Any = SimpleNamespace(hf=hf, dtype=torch.bfloat16, parallel=parallel, mesh=mesh, adapter=None, weights=lambda: tensors)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    config = minimal(engines={"dtype": "bfloat16", "share_gpus": card}, sync={"delta": "auto", "timeout_s": _TIMEOUT_S})
+    transport = "ipc" if card else "shm"
+    config = minimal(engines={"dtype": "bfloat16"}, sync={"transport": transport, "delta": "auto", "timeout_s": _TIMEOUT_S})
     controller: Any = Controller(here)
     unverified: Any = SimpleNamespace(of_next=lambda: ())
     publisher = ReshardPublisher(config, model, controller, unverified)

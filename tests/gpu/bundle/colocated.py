@@ -101,7 +101,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     if CARD:
         made = {"layers": 8, "hidden": 1024, "experts": 16, "expert_hidden": 512}
     dtype = "bfloat16" if CARD else "float32"
-    engines: dict[str, Any] = {"count": 1, "dtype": dtype, "max_running": 16, "max_total_tokens": 1 << (20 if CARD else 16)}
+    engines: dict[str, Any] = {"count": 1, "dtype": dtype, "max_running": 16, "max_total_tokens": 1 << (22 if CARD else 16)}
     engines |= {"python": processes.python(folder), "restarts": 0, "args": ["--decode-log-interval", "1"]}
     return {
         "placement": "colocated",

@@ -10,13 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
-from asyncmoe.platform.sglang.lifetime import end_with_parent
+import torch
 
-end_with_parent()
-
-import torch  # noqa: E402
-
-from tests.gpu.bundle import without_kernels  # noqa: E402
+from tests.gpu.bundle import without_kernels
 
 CARD = torch.cuda.is_available()
 ON_CARD = (

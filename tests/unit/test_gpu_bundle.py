@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.traces import covered
-from tests.gpu.bundle import manifest, run, slim
+from tests.gpu.bundle import colocated, manifest, run, slim
 from tests.gpu.bundle.parts import CALLS, LIMIT_S, Part
 from tests.unit.source_imports import statements
 
@@ -74,7 +74,7 @@ def files_of(part: Part) -> list[Path]:
 
 STARTED = {
     "offload": ("asyncmoe/trainer/model/optimizer.py",),
-    "tiny-run": ("asyncmoe/trainer/__main__.py", "asyncmoe/rollout/controller.py"),
+    "colocated": ("asyncmoe/trainer/__main__.py", "asyncmoe/rollout/controller.py", "asyncmoe/engines/engine_agent.py"),
 }
 """What parts run in processes of their own."""
 
@@ -95,7 +95,7 @@ def test_every_import_of_a_calls_parts_is_carried_or_the_machines(call: str) -> 
     assert {"pybind11", "numpy"} <= set(found), "the walk sees what is imported through asyncmoe"
 
 
-def test_the_five_calls_are_under_twelve_minutes_and_every_part_is_there() -> None:
+def test_the_five_calls_keep_their_limit_and_every_part_is_there() -> None:
     assert sum(part.limit_s for parts in CALLS.values() for part in parts if not part.asked) <= LIMIT_S
     page = (BUNDLE / "README.md").read_text()
     assert CALLS.keys() == manifest.CARRIED.keys()
@@ -189,6 +189,44 @@ def test_code_for_other_cards_becomes_zeros_and_nothing_moves() -> None:
 def test_a_library_that_would_have_no_code_left_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         slim.slimmed(content, 90)
+
+
+# ---------------------------------------------------------------- a colocated run's memory
+
+MB = 1 << 20
+ENGINE, PARAMETERS, STATE = 1000 * MB, 100 * MB, 300 * MB
+
+
+def a_run(kept: int, grown: int) -> tuple[str, list[colocated.Sample], list[tuple[float, float]]]:
+    """A controller's log, bytes in use, and when the trainer computed. Each state takes a second, and all switches have `grown` bytes more.
+
+    Args:
+        kept: bytes that a sleeping engine keeps.
+    """
+    turns = [*colocated.CYCLE[1:], *colocated.CYCLE * colocated.SWITCHES, *colocated.CYCLE[:4]]
+    log, samples, trains = "", list[colocated.Sample](), list[tuple[float, float]]()
+    used = {"generating": [ENGINE] * 4, "draining": [ENGINE] * 4, "asleep": [ENGINE, ENGINE, ENGINE, kept]}
+    used |= {"training": [kept, *[kept + PARAMETERS + STATE] * 3], "waking": [ENGINE // 2 + PARAMETERS] * 4}
+    for second, turn in enumerate(turns):
+        log += f"{second:.6f} devices in turn: any, so {turn}\n{second:.6f} something else\n"
+        samples += [(second + 0.2 * number, nbytes + (second + 1) // 5 * grown) for number, nbytes in enumerate(used[turn], 1)]
+        trains += [(second + 0.25, second + 0.5)] if turn == "training" else []
+    return log, samples, trains
+
+
+@pytest.mark.parametrize(("kept", "grown", "healthy"), [(20 * MB, MB, True), (60 * MB, 0, False), (0, 9 * MB, False)])
+def test_memory_that_is_not_given_back_or_grows_is_found(kept: int, grown: int, healthy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocated, "CARD", True)
+    log, samples, trains = a_run(kept, grown)
+    figures = colocated.measured(colocated.stays(log, samples), ENGINE, PARAMETERS, STATE, trains)
+    figures |= {"versions": (colocated.SWITCHES + 1, ""), "graphs": (1, "")}
+    value = {name: figure for name, (figure, _) in figures.items()}
+    assert value["given_back"] == 1 - kept / ENGINE
+    assert [value[f"{name}_growth"] for name in colocated.GROWING] == [pytest.approx(grown, abs=1)] * 3
+    assert (value["training_used"] - value["asleep_used"], value["asleep_first_used"]) == (PARAMETERS + STATE, kept)
+    assert (value["draining"], value["load"], value["unload"]) == (1, pytest.approx(0.25), pytest.approx(0.5))
+    assert (value["load_rate"], value["unload_rate"]) == (pytest.approx((PARAMETERS + STATE) / 0.25e9), pytest.approx(STATE / 0.5e9))
+    assert (colocated.wrong(figures) == "") == healthy
 
 
 # ---------------------------------------------------------------- traces

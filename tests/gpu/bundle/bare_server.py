@@ -10,14 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
-from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
+import torch
 
-end_with_parent()
-
-import torch  # noqa: E402
-
-from asyncmoe.platform.sglang import cpu, overlap, patching  # noqa: E402
-from tests.gpu.bundle import without_kernels  # noqa: E402
+from tests.gpu.bundle import without_kernels
 
 CARD = torch.cuda.is_available()
 ON_CARD = (
@@ -28,27 +23,14 @@ ON_CARD = (
 """After the defaults that a CPU needs."""
 if "--enable-memory-saver" in sys.argv:
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # captured graphs can be released too
-patching.install(overlap)
 without_kernels.prepare(triton=CARD)
 
+from asyncmoe.platform.sglang import cpu, cpu_memory, server  # noqa: E402
 
-def main() -> None:
-    """Serve until told to stop."""
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    if not CARD:
-        cpu.fork_children()
-    load_plugins()
-    defaults = [*(word for word in cpu.ARGUMENTS if word != "--disable-cuda-graph"), *ON_CARD] if CARD else cpu.ARGUMENTS
-    words = [*defaults, *sys.argv[1:], *key_arguments(os.environ)]
-    try:
-        run_server(prepare_server_args(overlap.checked(words)))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-
+if CARD:
+    cpu_memory.PATCHES.clear()  # torch_memory_saver releases a card's memory
+    cpu.install()
 
 if __name__ == "__main__":
-    main()
+    on_card = [*(word for word in cpu.ARGUMENTS if word != "--disable-cuda-graph"), *ON_CARD] if CARD else []
+    server.main([*on_card, *sys.argv[1:]])

@@ -2,7 +2,8 @@
 
 A RUN is one argument, a name and overrides of examples/real/sums.yaml: `"lr-1e-5 trainer.optimizer.lr=1e-5 run.seed=1"`. OUT gets the
 curves of each as JSON (`benchmarks.learning.curves`). Not a part of the bundle: the model must be there, which `make real-model` prepares.
-All runs share the card, so their curves are to be read against samples, not against time.
+In a run, trainer and engine use the card in turn (`placement: colocated`, so `run.mode` is sync and no token is old). All runs use it, so
+curves are to be read against samples, not against time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asyncmoe.errors import AsyncmoeError
 from benchmarks.learning import curves
 from benchmarks.learning.arms import CONFIGURATION
 from benchmarks.provenance import here
-from tests.gpu.bundle import tiny_run
+from tests.gpu.bundle import processes
 
 _POLL_S = 0.5
 
@@ -33,23 +34,22 @@ def main() -> None:
     about = {**here(), "card": torch.cuda.get_device_name(0) if card else "CPU"}
     with tempfile.TemporaryDirectory() as folder:
         configs = {name: configured(Path(folder, name), card, words) for name, *words in map(str.split, runs)}
-        started = {name: tiny_run.Run(config) for name, config in configs.items()}
+        started = {name: processes.Run(config) for name, config in configs.items()}
         while time.monotonic() < end and any(run.going() for run in started.values()):
             time.sleep(_POLL_S)
         for run in started.values():
             print(run.end(0), flush=True)
         found = [result(name, config, words) for (name, config), (_, *words) in zip(configs.items(), map(str.split, runs), strict=True)]
-        Path(out).write_text(json.dumps({**about, "bare_server": tiny_run.bare(), "runs": found}) + "\n")
+        Path(out).write_text(json.dumps({**about, "bare_server": processes.bare(), "runs": found}) + "\n")
 
 
 def configured(folder: Path, card: bool, settings: list[str]) -> Config:
     folder.mkdir()
-    args = ["--cuda-graph-bs-decode", "8", "32", "64", "--mem-fraction-static", "0.6"] if tiny_run.bare() and card else []
+    args = ["--cuda-graph-bs-decode", "8", "32", "64", "--mem-fraction-static", "0.6"] if processes.bare() and card else []
     common = [
         f"run.dir={folder / 'run'}",
-        f"engines.python={tiny_run.python(folder)}",
-        f"placement={'colocated' if card else 'split'}",
-        f"sync.transport={'ipc' if card else 'shm'}",
+        f"engines.python={processes.python(folder) or 'null'}",
+        "placement=colocated",
         f"engines.args={json.dumps(args)}",
         "telemetry.tensorboard=false",
     ]

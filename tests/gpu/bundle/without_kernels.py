@@ -8,14 +8,13 @@ from types import ModuleType
 import torch
 from transformers.utils import import_utils
 
-from asyncmoe.platform.sglang import cpu
 from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 from asyncmoe.platform.sglang.standin import provide, refuse
 from tests.gpu.bundle import triton_experts
 
 
 def prepare(triton: bool) -> None:
-    """Install all stand-ins; call before the first import of sglang, in every process.
+    """Install all stand-ins but those of a CPU; call before the first import of sglang, in every process.
 
     Args:
         triton: SGLang's Triton kernels compute the experts.
@@ -32,7 +31,6 @@ def prepare(triton: bool) -> None:
         after_import("sglang.kernels.spec", _no_compiler)
     if triton:
         triton_experts.install()
-    cpu.install()
 
 
 def _torchs_operators(module: ModuleType) -> None:

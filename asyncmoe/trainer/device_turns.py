@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from asyncmoe.config import Config
 from asyncmoe.occupancy import HOLDS, TRAINER, DeviceTurn, Event
 from asyncmoe.platform import collectives
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import TurnAwaited
+from asyncmoe.rpc.messages import TurnAwaited, TurnTaken
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.sleep import Sleeper
@@ -23,6 +28,7 @@ class TrainerTurns:
 
     def __init__(self, config: Config, place: Mesh) -> None:
         self.sleeper: Sleeper | None = None
+        self._seconds = defaultdict[str, float](float)
         self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
         self._client = Client(
@@ -38,16 +44,33 @@ class TrainerTurns:
         if turn is self._turn and event is None:
             return
         heartbeats.beat(f"waiting for its turn: {turn.value}")
-        if self.sleeper is not None:
-            kept = HOLDS[DeviceTurn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
-            self.sleeper.hold(kept & TRAINER)
-        collectives.barrier()
+        with self.part("trainer_out"):
+            if self.sleeper is not None:
+                kept = HOLDS[DeviceTurn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
+                self.sleeper.hold(kept & TRAINER)
+            collectives.barrier()
         if self._first:
-            self._client.ask(TurnAwaited(turn, event), self._limit_s)
+            taken = self._client.ask(TurnAwaited(turn, event), self._limit_s)[0]
+            assert isinstance(taken, TurnTaken)
+            for name, seconds in taken.seconds.items():
+                self._seconds[name] += seconds
         collectives.barrier()
-        if self.sleeper is not None:
-            self.sleeper.hold(HOLDS[turn] & TRAINER)
+        with self.part("trainer_in"):
+            if self.sleeper is not None:
+                self.sleeper.hold(HOLDS[turn] & TRAINER)
         self._turn = turn
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what is done within as a part of a switch (`asyncmoe.telemetry.schema.Step.switch_seconds`)."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - begin
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call. Rank 0's have the engines' too."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
     def close(self) -> None:
         """Close the connection."""

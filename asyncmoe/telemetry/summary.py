@@ -110,7 +110,7 @@ def summary_of(run: RunRecords) -> Summary:
     updates = [step for step in rl if step.sync_seconds]
     last = run.rollout[-1] if run.rollout else None
     switches = [step.switch_seconds for step in rl if step.switch_seconds]
-    by_part = {part: median(one.get(part) for one in switches) or 0.0 for part in dict.fromkeys(part for one in switches for part in one)}
+    parts = {part: median(one.get(part) for one in switches) or 0.0 for part in dict.fromkeys(part for one in switches for part in one)}
     turns = intersection(run.intervals("wait", "trainer.0"), run.rl_windows) if switches else run.rl_windows
     return Summary(
         steps=len(rl),
@@ -119,7 +119,7 @@ def summary_of(run: RunRecords) -> Summary:
         tokens_per_s=share((step.tokens for step in rl), wall),
         max_staleness_seen=max(known(step.staleness_max for step in rl), default=None),
         sync_seconds_median=median(step.sync_seconds for step in updates),
-        switch_seconds=by_part or None,
+        switch_seconds=parts or None,
         pause_ms_median=median(step.pause_ms for step in updates),
         max_abs_logprob_diff_same_version=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
@@ -159,9 +159,8 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
         if (value := getattr(summary, name)) is not None and (name != "reward_first" or len(rewards) > ENDS)
     ]
     if parts := summary.switch_seconds:
-        meaning, taken = "Median time a step in which shared devices changed hands, by part.", sum(parts.values())
-        shown = " · ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items())
-        found.append(Row("switch seconds", duration(taken), meaning, shown, taken, "seconds"))
+        meaning, taken = "Median time a step in which shared devices changed hands.", sum(parts.values())
+        found.append(Row("switch seconds", duration(taken), meaning, by_part(parts), taken, "seconds"))
     for when, version, sets in (("first", "lowest", summary.evaluation_first), ("last", "highest", summary.evaluation_last)):
         meaning = f"Mean reward of the {version} version evaluated."
         for name, one in sorted(sets.items()):
@@ -173,6 +172,11 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
         gone = summary.rejected_share
         found.append(Row("rejected", percent(gone), "Rejected trajectories.", rejected(run.rollout), gone, "share"))
     return found
+
+
+def by_part(seconds: Mapping[str, float]) -> str:
+    """Name the parts of a switch: "trainer_out 0.2 s, update 1.1 s"."""
+    return ", ".join(f"{part} {duration(one)}" for part, one in seconds.items())
 
 
 def difference(first: Row, second: Row) -> str:

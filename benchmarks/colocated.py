@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from asyncmoe.config import load_config
-from asyncmoe.models import load_hf_config
+from asyncmoe.config import of_run
+from asyncmoe.models import hf_config_of
 from asyncmoe.plan import switch
 from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import What
@@ -73,8 +73,8 @@ def run(switches: int = 200, pairs: int = 6, steps: int = 25) -> dict[str, Any]:
                 directory = place / f"{way}-{pair}"
                 found[way].append(timed(directory, steps, way))
                 parts += [one.switch_seconds for one in load(directory).rl[FIRST:] if one.switch_seconds]
-        config = load_config(place / "watched" / "config.yaml")
-        least = switch.bound(config, load_hf_config(config.model.path))
+        config = of_run(place / "watched")
+        least = switch.bound(config, hf_config_of(config))
     seconds = {part: _with_interval([one[part] for one in parts]) for part in parts[0]} if parts else {}
     whole = _with_interval([sum(one.values()) for one in parts]) if parts else {}
     ratios = {kind: [a[kind] / b[kind] for a, b in zip(*found.values(), strict=True)] for kind in ("seconds", "cpu")} if pairs else {}
@@ -91,7 +91,7 @@ def run(switches: int = 200, pairs: int = 6, steps: int = 25) -> dict[str, Any]:
 @contextmanager
 def running(directory: Path, steps: int, way: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run; at the end of the block, wait until it has ended. Raises CalledProcessError: it failed."""
-    overrides = (f"run.dir={directory}", f"model.path={directory.parent / 'model'}", f"run.steps={steps}", *SHAPE, *WAYS[way], *more)
+    overrides = (f"run.dir={directory}", f"model.path={directory / 'model'}", f"run.steps={steps}", *SHAPE, *WAYS[way], *more)
     command = [sys.executable, "-m", "asyncmoe", "run", "examples/demo.yaml", *overrides]
     with subprocess.Popen(command, cwd=_CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -138,7 +138,7 @@ def figures(samples: Sequence[Sample], directory: Path) -> dict[str, Any]:
     bytes a switch with a 95 % interval, and 200 switches' share of what it holds there."""
     records = load(directory)
     by_state = {state: _by_step(samples, records, what) for state, what in STATES.items()}
-    held = TOKENS * CACHED + (load_config(directory / "config.yaml").model.path / "model.safetensors").stat().st_size
+    held = TOKENS * CACHED + (of_run(directory).model.path / "model.safetensors").stat().st_size
     middle = {state: {side: median(one[side] for one in steps) for side in SIDES} for state, steps in by_state.items()}
     begins = min(step.begin for step in records.rl[FIRST:])
     growth = {side: {state: _growth([one[side] for one in steps]) for state, steps in by_state.items()} for side in SIDES}

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import colocated
 from tests.system.runs import summary_of
+from tests.system.test_colocated import PARTS
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
-PARTS = {"trainer_out", "engines_in", "update", "engines_drain", "engines_out", "trainer_in"}
 
 
 def test_who_sleeps_holds_nothing_and_no_switch_keeps_any(tmp_path: Path) -> None:
@@ -26,6 +26,6 @@ def test_who_sleeps_holds_nothing_and_no_switch_keeps_any(tmp_path: Path) -> Non
         for state, one in states.items():
             assert one["interval_95"][0] <= 0 or one["share_after_200"] < 0.01, (side, state, one)
     summary = summary_of(directory)
-    assert summary["switch_seconds"].keys() == PARTS
+    assert summary["switch_seconds"].keys() == {*PARTS}
     assert summary["trainer_idle_share"] is None
     assert summary["engine_idle_share"] < 0.9, "its own turns, not the trainer's"

@@ -37,7 +37,12 @@ _YIELDING = 10
 
 def signalled(status: int) -> str:
     """Return the signal that ended a process with this negative status, and its likely cause."""
-    return f"{Signals(-status).name}{', as when memory runs out' if status == -signal.SIGKILL else ''}"
+    return f"{Signals(-status).name}{likely(status)}"
+
+
+def likely(status: int | None) -> str:
+    """Return the likely cause of a process's end with this status, if it tells; else an empty string."""
+    return ", as when memory runs out" if status == -signal.SIGKILL else ""
 
 
 @contextmanager
@@ -225,7 +230,7 @@ class Child:
 
     def why(self) -> str:
         """Return the failure reason; without one, the exit status and the path of the log."""
-        return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
+        return self.reason or f"{self.name} ended with status {self.returncode}{likely(self.returncode)}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:
         with suppress(ProcessLookupError):
@@ -235,10 +240,10 @@ class Child:
 
     def _is_gone(self) -> bool:
         self._process.poll()  # or it stays a zombie
-        return not _lives(self._process.pid)
+        return not lives(self._process.pid)
 
 
-def _lives(group: int) -> bool:
+def lives(group: int) -> bool:
     """Return whether a process group has a running process. Zombies do not count: process 1 of a container may reap orphans late or
     never."""
     for entry in filter(str.isdigit, os.listdir("/proc")):

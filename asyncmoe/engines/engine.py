@@ -201,12 +201,14 @@ class EngineHandle(Protocol):
         name: "engine.0"; its name in records and messages.
         tp, ep: tensor- and expert-parallel ranks; the engine has `tp` workers.
         host: its machine, as `asyncmoe.rpc.address.host_id`.
+        pid: id of its server's process group; 0 if the pool has no need to know that it is gone.
     """
 
     name: str
     tp: int
     ep: int
     host: str
+    pid: int
 
     @property
     def client(self) -> Engine:
@@ -216,7 +218,7 @@ class EngineHandle(Protocol):
     def died(self) -> str | None:
         """Why the process ended, or None while it runs."""
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """End the process, at once or when its machine receives the order; its requests in progress fail with `EngineLost`."""
 
 

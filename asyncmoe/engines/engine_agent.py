@@ -116,7 +116,8 @@ async def _serve_once(config: Config, name: str, index: int, memory: Sequence[st
             ready = await unless(stop, asyncio.gather(there, engine.wait_ready()))
         if ready is not None:
             place = (engine.url, key, address.host_id())
-            request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
+            pid = engine.pid if config.in_turn else 0
+            request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name), pid=pid)
             await stay(config, engine, ready[0], request, stop, again=again)
     finally:
         await engine.stop()

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from asyncmoe.config import Config
 from asyncmoe.engines.backend import connect
@@ -22,6 +25,7 @@ from asyncmoe.errors import EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineRequest
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import check, check_digest, facts
+from asyncmoe.telemetry import processes
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -47,7 +51,8 @@ class RemoteEngine:
 
     def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None) -> None:
         self._gatherings, self._met = gatherings, joined.met
-        self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
+        self.name, self.tp, self.ep, self.host, self.pid = joined.name, joined.tp, joined.ep, joined.host, joined.pid
+        self._started = processes.started(self.pid) if self.pid else None
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
@@ -65,9 +70,13 @@ class RemoteEngine:
             self.gone = self._gatherings.lost(self.name, self._met)
         return self.gone or None
 
-    def kill(self) -> None:
-        """Order the engine to end; it polls for orders continuously."""
-        self.tell(EngineOrder(why=self.gone or "the controller fenced it; see the controller's log", again=True))
+    def kill(self, why: str = "") -> None:
+        """Order the engine to end; it polls for orders continuously. If its memory is needed, kill its server at once, as the process that
+        gets the order may be stopped."""
+        self.tell(EngineOrder(why=self.gone or f"it is fenced: {why}", again=True))
+        if self._started is not None and processes.started(self.pid) == self._started:
+            with suppress(ProcessLookupError):  # it ended just now
+                os.killpg(self.pid, signal.SIGKILL)
 
     def tell(self, order: EngineOrder) -> None:
         """Set the engine's last order; later orders are ignored."""

@@ -131,7 +131,7 @@ class Pool:
             self._none_since = None
             return False
         now = time.monotonic()
-        since = self._none_since = now if self._none_since is None else self._none_since
+        since = self._none_since = now if self._none_since is None or self.asleep else self._none_since  # asleep, none may start
         return self.returns(now - since)
 
     async def generate(
@@ -229,7 +229,7 @@ class Pool:
             return
         member.fenced = member.engine.died or why
         log.error("%s is fenced: %s", member.engine.name, member.fenced)
-        member.engine.kill()
+        member.engine.kill(member.fenced)
 
     async def watch(self) -> None:
         """Fence every engine whose process ends; never returns.

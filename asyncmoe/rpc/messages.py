@@ -236,6 +236,8 @@ class EngineJoin(Message, frozen=True):
     """Number of machines over which its ranks are spread."""
     met: str = ""
     """Where the ranks meet, if there are several machines (`EngineNodes.meeting`)."""
+    pid: Count = 0
+    """Id of the server's process group, if the controller must see it end: its devices are used in turn."""
 
 
 class EngineStarts(Message, frozen=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from asyncmoe.config import Config
 from asyncmoe.occupancy import HOLDS, TRAINER, DeviceTurn, Event
@@ -13,10 +15,15 @@ from asyncmoe.platform import collectives
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import TurnAwaited, TurnTaken
+from asyncmoe.rpc.messages import TurnAwaited
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.sleep import Sleeper
+
+if TYPE_CHECKING:
+    from asyncmoe.trainer.model.mesh import Mesh
+    from asyncmoe.trainer.model.sleep import Sleeper
+
+_LOOK_S = 1.0
+"""Seconds between two signs of life while a turn is awaited."""
 
 
 class TrainerTurns:
@@ -30,31 +37,34 @@ class TrainerTurns:
         self.sleeper: Sleeper | None = None
         self._seconds = defaultdict[str, float](float)
         self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
+        self._asking = ThreadPoolExecutor(1)
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
         self._client = Client(
             keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.turns", trainer_epoch()
         )
 
     def wait_for(self, turn: DeviceTurn, event: Event | None = None) -> None:
-        """Wait until this state is reached, holding only what it allows too. Collective over all ranks.
+        """Wait until this state is reached, holding only what it allows too. Collective over all ranks. From WAKING, TRAINING is reached
+        without a publication.
 
         Raises:
             AsyncmoeError: the controller's failure; only rank 0 raises it, and its exit ends the other ranks.
         """
         if turn is self._turn and event is None:
             return
-        heartbeats.beat(f"waiting for its turn: {turn.value}")
+        if (self._turn, turn) == (DeviceTurn.WAKING, DeviceTurn.TRAINING):
+            event = Event.YIELDED
+        if event is Event.YIELDED:
+            self._turn = DeviceTurn.ASLEEP
         with self.part("trainer_out"):
             if self.sleeper is not None:
-                kept = HOLDS[DeviceTurn.ASLEEP if event is Event.YIELDED else self._turn] & HOLDS[turn]
-                self.sleeper.hold(kept & TRAINER)
+                self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
             collectives.barrier()
-        if self._first:
-            taken = self._client.ask(TurnAwaited(turn, event), self._limit_s)[0]
-            assert isinstance(taken, TurnTaken)
-            for name, seconds in taken.seconds.items():
-                self._seconds[name] += seconds
-        collectives.barrier()
+        asked = self._asking.submit(self._client.ask, TurnAwaited(turn, event), self._limit_s) if self._first else None
+        while not all(collectives.everyones(_answered(asked))):
+            heartbeats.beat(f"waiting for its turn: {turn.value}")
+        for name, seconds in asked.result()[0].seconds.items() if asked is not None else ():
+            self._seconds[name] += seconds
         with self.part("trainer_in"):
             if self.sleeper is not None:
                 self.sleeper.hold(HOLDS[turn] & TRAINER)
@@ -75,3 +85,11 @@ class TrainerTurns:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def _answered(asked: Future[Any] | None) -> bool:
+    """Wait a little for an answer; return whether it is there. Raises the controller's failure."""
+    if asked is None or not wait([asked], _LOOK_S).done:
+        return asked is None
+    asked.result()
+    return True

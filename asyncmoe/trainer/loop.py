@@ -131,6 +131,7 @@ class Trainer:
         freeze()
         stopped = self._train()
         if self._saved != self._step:
+            self._take_turn(DeviceTurn.TRAINING)
             self._save()
         self._saver.settle()
         self._tell_saved()
@@ -258,7 +259,7 @@ class Trainer:
                     self._published = self._sync.settle()
                 break
             except WeightSyncError as error:
-                if not left:
+                if not left or batch_client.stopping(self._client, self._config, self._step, self._phase):
                     raise
                 log.warning("%s; waiting for an engine to start", error)
                 self._take_turn(DeviceTurn.WAKING, Event.YIELDED)

@@ -173,6 +173,7 @@ class FakeHandle:
 
     tp = ep = 1
     host = ""
+    pid = 0
 
     def __init__(self, name: str) -> None:
         self.name, self.client = name, FakeEngine(name)
@@ -181,7 +182,7 @@ class FakeHandle:
     def died(self) -> str | None:
         return "killed" if self.client.dead else None
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         self.client.dead = True
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +16,7 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import Disagreement, ProtocolError, WeightSyncError
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import turns
+from asyncmoe.weights.sender.reshard import ReshardPublisher
 from tests.unit.asynchronous import asynchronous
 from tests.unit.fake_engine import FakeHandle, coordinator_of, fake, handles
 
@@ -190,3 +193,32 @@ async def test_what_engines_have_loaded_is_compared_with_the_trainers_before_the
     pool.join(later)
     await coordinator.handle(EnginesAsk(1.0))
     assert ("checksums differ: weight of rank 0" in str(pool.members[-1].fenced)) == kept
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(1, WeightSyncError), (2, Disagreement)])
+@asynchronous
+async def test_only_if_no_engine_has_the_trainers_weights_the_run_ends_at_once(wrong: int, error: type[Exception]) -> None:
+    """Else the version is sent again to those that are left."""
+
+    async def checksums(*_: Any) -> tuple[dict[str, str], ...]:
+        return ({"weight": "other"},)
+
+    pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
+    for member in pool.members[2 - wrong :]:
+        fake(member.engine).checksums = checksums
+    coordinator = coordinator_of(pool, published)
+    await coordinator.handle(WeightsStage(1))
+    with pytest.raises(error, match="checksums differ: weight of rank 0") as found:
+        await coordinator.handle(WeightsCommit(1, ({"weight": "1"},), update=1))
+    assert type(found.value) is error
+    assert published == [1] * (2 - wrong)
+    assert [member.fenced is not None for member in pool.members] == [wrong == 2, True]
+
+
+@pytest.mark.parametrize(("failure", "attempts"), [(WeightSyncError("engine.0 is gone"), 2), (Disagreement("checksums differ"), 1)])
+def test_weights_that_differ_are_not_sent_again(failure: Exception, attempts: int) -> None:
+    sender = Mock(send=Mock(side_effect=[failure, 0.0]), needed_again=Mock(return_value=False), doubted=False)
+    publisher = Mock(_together=Mock(return_value=sender))
+    with nullcontext() if attempts > 1 else pytest.raises(Disagreement):
+        ReshardPublisher._send(Mock(_publish=lambda *send: ReshardPublisher._publish(publisher, *send)), 1, ())
+    assert sender.send.call_count == attempts

@@ -31,7 +31,7 @@ from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
 from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
 from asyncmoe.platform.sglang.private_meeting import NODES_KEY
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE, LOADER
-from asyncmoe.process import Child
+from asyncmoe.process import Child, likely
 from asyncmoe.rpc import address, nccl_settings, peers
 from asyncmoe.rpc.address import LOOPBACK
 from asyncmoe.scratch import Scratch
@@ -95,7 +95,7 @@ class SGLangProcess:
             self._reserved.close()
             self._scratch.remove()
             raise
-        self.url = f"http://{host}:{port}"
+        self.pid, self.url = self._child.pid, f"http://{host}:{port}"
         self.client = SGLangClient(name, self.url, key)
 
     @property
@@ -105,7 +105,7 @@ class SGLangProcess:
             return None
         output = self._child.output()
         if (reason := reason_in(output)) is None:
-            reason = f"ended with status {self._child.returncode}"
+            reason = f"ended with status {self._child.returncode}{likely(self._child.returncode)}"
             reason += "".join(f"; its last line: {line.strip()[-400:]}" for line in output.rstrip().splitlines()[-1:])
         return f"{reason} (log: {self._child.log})"
 
@@ -133,7 +133,7 @@ class SGLangProcess:
         await asyncio.to_thread(self._child.end, 0.0)
         await asyncio.to_thread(self._scratch.remove)
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""
         self._child.kill()
 

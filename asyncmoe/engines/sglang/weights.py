@@ -42,9 +42,9 @@ class WeightEndpoints(SGLangConnection):
         """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
         await self._send("/pause_generation", {"mode": "retract" if retract else "in_place"})
 
-    async def flush(self, wait_s: float = 0.0) -> None:
-        """SGLang refuses while requests run, if they do not end within `wait_s`."""
-        await self._send(f"/flush_cache?timeout={wait_s}", {})
+    async def flush(self) -> None:
+        """SGLang refuses while requests run."""
+        await self._send("/flush_cache?timeout=0", {})
 
     async def resume(self) -> None:
         await self._send("/continue_generation", {"torch_empty_cache": False})
@@ -96,7 +96,7 @@ class WeightEndpoints(SGLangConnection):
 
     async def release_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:
         """If SGLang runs requests, it refuses a flush, but a release would end it. Requests last a step longer than their answers."""
-        await self.flush(_STEP_S)
+        await self._send(f"/flush_cache?timeout={_STEP_S}", {}, timeout_s)
         await self._send("/release_memory_occupation", {"tags": tags}, timeout_s)
 
     async def resume_memory(self, tags: Sequence[MemoryTag], timeout_s: float) -> None:

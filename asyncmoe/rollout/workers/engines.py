@@ -24,9 +24,10 @@ class LentEngine:
     tp: int = 1
     ep: int = 1
     host: str = ""
+    pid: int = 0
     died: str | None = None
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Do nothing: the controller learns from the next news that the engine is fenced, and ends it."""
 
 

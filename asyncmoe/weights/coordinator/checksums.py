@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncmoe.errors import WeightSyncError
+from asyncmoe.errors import Disagreement, WeightSyncError
 
 Checksums = Sequence[Mapping[str, str]]
 _NAMED = 8
@@ -15,7 +15,8 @@ def compare(expected: Checksums, found: Checksums) -> None:
     """Raise if an engine's ranks do not have the expected values; names without an expected checksum (buffers) are not compared.
 
     Raises:
-        WeightSyncError: names the parameters.
+        Disagreement: names the parameters.
+        WeightSyncError: the engine has another number of ranks.
     """
     if len(expected) != len(found):
         raise WeightSyncError(f"checksums: got {len(found)} ranks, expected {len(expected)}")
@@ -27,4 +28,4 @@ def compare(expected: Checksums, found: Checksums) -> None:
     ]
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise WeightSyncError(f"checksums differ: {', '.join(wrong[:_NAMED])}{more}")
+        raise Disagreement(f"checksums differ: {', '.join(wrong[:_NAMED])}{more}")

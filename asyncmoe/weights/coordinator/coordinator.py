@@ -278,12 +278,16 @@ class WeightUpdateCoordinator:
 
         Raises:
             WeightSyncError: an engine refused it, or no engine is left.
+            Disagreement: no engine has it, and one has other weights.
         """
         # Publish before raising any error: engines that resumed already sample this version.
         if pause_ms:
             await self._published(version)
         # An engine that is gone or silent is fenced and serves nothing; the others have the version.
         refused = [(member, error) for member, error in failed if not isinstance(error, EngineLost | WaitTimeout)]
+        for member, error in refused if not pause_ms else ():
+            if isinstance(error, Disagreement):  # the next engine would have them too
+                raise Disagreement(f"publishing version {version}: {member.engine.name}: {error}")
         raise_first(refused, f"publishing version {version}")
         if not pause_ms:
             gone = [member.fenced for member in self._pool.members if member.fenced is not None]

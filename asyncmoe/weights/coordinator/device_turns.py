@@ -1,4 +1,8 @@
-"""The controller's end of devices in turn (`asyncmoe.occupancy`): has engines release and take memory as the trainer waits for its turn."""
+"""The controller's end of devices in turn (`asyncmoe.occupancy`): has engines release and take memory as the trainer waits for its turn.
+
+The turn passes on once every engine holds what the next state allows, or is fenced and its processes are gone. docs/guides/colocated.md
+lists the limits of each state.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.types import MemoryTag
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.occupancy import ENGINE, HOLDS, MAY_START, DeviceTurn, Event, Held, MemoryPart, after, step
+from asyncmoe.process import lives
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.02
+_LATE_S = 10.0
+"""Seconds by which an engine that does not start in time has been killed by its agent."""
 _TAGS: dict[MemoryPart, tuple[MemoryTag, ...]] = {MemoryPart.WEIGHTS: ("weights",), MemoryPart.CACHE: ("kv_cache", "cuda_graph")}
 _PARTS = {
     DeviceTurn.DRAINING: "engines_drain",
@@ -32,12 +39,12 @@ class EngineTurns:
         turn: the state.
 
     Args:
-        start_s: limit on the wait for an engine to start.
+        start_s: limit on an engine's start.
     """
 
     def __init__(self, driver: UpdateDriver, start_s: float) -> None:
         self.turn = DeviceTurn.GENERATING
-        self._driver, self._pool, self._start_s = driver, driver.pool, start_s
+        self._driver, self._pool, self._start_s = driver, driver.pool, start_s + _LATE_S
         self._held: dict[Member, Held] = {}
         self._starting: dict[str, float] = {}  # engines, and when each must have joined at the latest
         self._starts = 0  # of trainers
@@ -63,13 +70,16 @@ class EngineTurns:
             while self.turn is not wanted:
                 if mine != self._starts:
                     raise ProtocolError("devices in turn: another trainer has taken this one's place")
-                found = step(self.turn, wanted, engines=len(self._pool.present), starting=self._any_starts())
+                starting = self._any_starts()
+                found = step(self.turn, wanted, engines=len(self._pool.present), starting=starting)
                 if found is not None:
                     await self._pass(found, seconds)
-                elif time.monotonic() > until:
+                elif not starting and time.monotonic() > until:
                     raise WaitTimeout("devices in turn", f"an engine to start, {self.turn.value} until then", self._start_s)
                 else:
                     await asyncio.sleep(_POLL_S)
+                if found is not None or starting:
+                    until = time.monotonic() + self._start_s
         return dict(seconds)
 
     async def let_start(self, name: str, wait_s: float) -> None:
@@ -95,7 +105,8 @@ class EngineTurns:
             await self._driver.note("writing", self._pool.version)  # a successor must not take over engines that sleep
         else:
             held = HOLDS[turn] & ENGINE
-            await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held))
+            await self._driver.fence_failing(self._pool.present, lambda member: self._hold(member, held), f"{turn.value}: ")
+        await self._until_gone()
         if turn is DeviceTurn.GENERATING:
             self._pool.asleep = False
             self._pool.release()
@@ -104,14 +115,32 @@ class EngineTurns:
             seconds[_PARTS[turn]] += time.perf_counter() - begin
 
     async def _drain(self) -> None:
-        """Let no request in, and cut short those at engines, which `rollout.interruption` continues later."""
+        """Let no request in, and cut short those at engines, which `rollout.interruption` continues later. Fence engines that do not end
+        theirs in time."""
         self._pool.asleep = True
         self._pool.hold()
         until = time.monotonic() + self._driver.timeout_s
         while count := await self._pool.held():
             if time.monotonic() > until:
-                raise WaitTimeout("devices in turn", f"the end of {count} responses", self._driver.timeout_s)
-            await self._driver.fence_failing(self._pool.present, lambda member: member.engine.client.abort())
+                late = [member for member in self._pool.present if member.in_flight + member.elsewhere]
+                error = WaitTimeout("devices in turn", f"the end of {count} responses, draining until then", self._driver.timeout_s)
+                if not late:  # a rollout worker does not answer
+                    raise error
+                for member in late:
+                    self._pool.fence(member, str(error))
+            await self._driver.fence_failing(self._pool.present, self._cut_short, "draining: ")
+            await asyncio.sleep(_POLL_S)
+
+    async def _cut_short(self, member: Member) -> None:
+        async with self._driver.soon(member, "to cut its responses short"):
+            await member.engine.client.abort()
+
+    async def _until_gone(self) -> None:
+        """Wait until fenced engines have given their memory back."""
+        until = time.monotonic() + self._driver.timeout_s
+        while left := [one for one in self._pool.members if one.fenced is not None and one.engine.pid and lives(one.engine.pid)]:
+            if time.monotonic() > until:
+                raise WaitTimeout(left[0].engine.name, f"its end after SIGKILL, {self.turn.value} until then", self._driver.timeout_s)
             await asyncio.sleep(_POLL_S)
 
     async def _hold(self, member: Member, held: Held) -> None:

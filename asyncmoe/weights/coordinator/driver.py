@@ -232,11 +232,11 @@ class UpdateDriver:
         """Run `action` on every engine that is not fenced; fence those that fail."""
         return await self.fence_failing([member for member in update.members if member.fenced is None], action)
 
-    async def fence_failing(self, members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:
-        """Run `action` on engines; fence those that fail."""
+    async def fence_failing(self, members: Sequence[Member], action: Callable[[Member], Awaitable[None]], doing: str = "") -> Failures:
+        """Run `action` on engines; fence those that fail, for a reason that begins with `doing`."""
         failed = await on_each(members, action)
         for member, error in failed:
-            self.pool.fence(member, str(error))
+            self.pool.fence(member, f"{doing}{error}")
         return failed
 
     def fence_all(self, update: OpenUpdate, why: str) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.config.transports import transport_for
-from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, ConfigError, Disagreement, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.process import yield_cores
 from asyncmoe.reshard import device_threads
@@ -136,11 +136,12 @@ class ReshardPublisher(Publisher):
 
         Raises:
             WeightSyncError: in the words that the other ranks received, or with this rank's place.
+            Disagreement: engines have other weights; raised on rank 0.
         """
         yield_cores()  # sending may take a whole training step, which it must not slow down
         try:
             return self._publish(version, expected)
-        except WeightSyncError:
+        except (WeightSyncError, Disagreement):
             raise
         except AsyncmoeError as error:
             raise WeightSyncError(str(error)) from error
@@ -164,6 +165,8 @@ class ReshardPublisher(Publisher):
                 why = "all its engines are gone"
                 if not sender.needed_again(self._settling):
                     return published
+            except Disagreement:  # on rank 0, whose end ends the other ranks
+                raise
             except AsyncmoeError as error:
                 sender.leave()
                 if not sender.doubted and not self._ranks.changed(sender.met.roster, probe=True):

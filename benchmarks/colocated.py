@@ -53,39 +53,44 @@ Sample = tuple[float, float, dict[str, int]]
 """When it began and ended, in Unix seconds, and each side's bytes."""
 
 
-def run(switches: int = 200, pairs: int = 6, steps: int = 25) -> dict[str, Any]:
-    """Watch the memory of a run with so many steps, then compare runs of `steps` steps, alternating.
-
-    Returns:
-        {"date", "machine", "load", "memory" (`figures`), "switch" (medians, with 90 % intervals, of its seconds by part, and the share of
-        the least seconds by `asyncmoe plan`), "step" (seconds and CPU seconds of each way and pair, and the median ratio of colocated to
-        split with its 90 % interval)}
-    """
-    measured_at, found = here(), dict[str, list[dict[str, float]]]({way: [] for way in WAYS})
-    parts: list[Mapping[str, float]] = []
+def run(switches: int = 200, pairs: int = 6) -> dict[str, Any]:
+    """Watch the memory of a run with so many switches, then compare pairs of shorter runs. Returns as `summed`."""
+    measured_at = here()
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        with running(place / "watched", switches, "colocated") as process:
+        with running(Path(folder, "watched"), switches, "colocated") as process:
             samples = list(watched(process))
-        memory = figures(samples, place / "watched")
-        for pair in range(pairs):
-            for way in sorted(WAYS, reverse=pair % 2 == 1):
-                directory = place / f"{way}-{pair}"
-                found[way].append(timed(directory, steps, way))
-                parts += [one.switch_seconds for one in load(directory).rl[FIRST:] if one.switch_seconds]
-        config = of_run(place / "watched")
-        least = switch.bound(config, hf_config_of(config))
-    seconds = {part: _with_interval([one[part] for one in parts]) for part in parts[0]} if parts else {}
-    whole = _with_interval([sum(one.values()) for one in parts]) if parts else {}
-    ratios = {kind: [a[kind] / b[kind] for a, b in zip(*found.values(), strict=True)] for kind in ("seconds", "cpu")} if pairs else {}
+        memory = figures(samples, Path(folder, "watched"))
+        return {**measured_at, **summed(memory, [pair(Path(folder), number) for number in range(pairs)])}
+
+
+def pair(folder: Path, number: int, steps: int = 25) -> dict[str, Any]:
+    """Make a run in each way; the first alternates. Return "seconds" and "cpu" (of all processes) of a counted step by way, "switches" (the
+    seconds of each by part) and "least" (the same, by `asyncmoe plan`)."""
+    ways = sorted(WAYS, reverse=number % 2 == 1)
+    found = {way: timed(folder / f"{way}-{number}", steps, way) for way in ways}
+    config, records = of_run(folder / f"colocated-{number}"), load(folder / f"colocated-{number}")
     return {
-        **measured_at,
-        "memory": memory,
-        "switch": {"seconds": seconds, "whole": whole, "least": dict(least), "share": sum(least.values()) / whole["median"]}
-        if parts
-        else {},
-        "step": {**found, "ratio": {kind: _with_interval(each) for kind, each in ratios.items()}},
+        **{kind: {way: one[kind] for way, one in found.items()} for kind in ("seconds", "cpu")},
+        "switches": [one.switch_seconds for one in records.rl[FIRST:]],
+        "least": dict(switch.bound(config, hf_config_of(config))),
     }
+
+
+def summed(memory: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return {"memory" (`figures`), "switch" (seconds by part and of all, "least" and the "share" of the whole that this is), "step"
+    ("seconds" and "cpu": those of each pair, and the "ratio" of colocated to split)}. Medians have 90 % intervals."""
+    switches = [one for each in pairs for one in each["switches"]]
+    whole, least = _with_interval([sum(one.values()) for one in switches]), pairs[0]["least"]
+    by_part = {part: _with_interval([one[part] for one in switches]) for part in switches[0]}
+    steps = {
+        kind: {
+            "each": [one[kind] for one in pairs],
+            "ratio": _with_interval([one[kind]["colocated"] / one[kind]["split"] for one in pairs]),
+        }
+        for kind in ("seconds", "cpu")
+    }
+    shares = {"least": least, "share": sum(least.values()) / whole["median"]}
+    return {"memory": memory, "switch": {"seconds": by_part, "whole": whole, **shares}, "step": steps}
 
 
 @contextmanager

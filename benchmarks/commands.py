@@ -252,7 +252,7 @@ def recovery_(
 def colocated_(
     json_path: Results = None,
     switches: Annotated[int, typer.Option(help="Steps of the run whose memory is watched.", min=20)] = 200,
-    pairs: Annotated[int, typer.Option(help="Runs in each way, in turn.", min=0)] = 6,
+    pairs: Annotated[int, typer.Option(help="Runs in each way, in turn.", min=1)] = 6,
 ) -> None:
     """Trainer and engine on the same devices in turn: memory by state, its growth, seconds of a switch, a step next to placement=split."""
     from benchmarks import colocated

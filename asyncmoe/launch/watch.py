@@ -161,7 +161,8 @@ def written(config: Config) -> list[str]:
 
 
 def switched(config: Config, parts: Mapping[str, float] | None) -> list[str]:
-    """Return a line on the switches of a run in turn: their median seconds, and the share of them that the moved bytes need at least.
+    """Return a line on the switches of a run in turn: their median seconds, and the share of them that the bytes need by
+    `asyncmoe plan`.
 
     Args:
         parts: `Summary.switch_seconds`.
@@ -169,7 +170,7 @@ def switched(config: Config, parts: Mapping[str, float] | None) -> list[str]:
     if not parts:
         return []
     taken, least = sum(parts.values()), sum(switch.bound(config, models.hf_config_of(config)).values())
-    return [f"switch: {duration(taken)} a step ({by_part(parts)}); {percent(least / taken)} of it for bytes at full speed"]
+    return [f"switches: {duration(taken)} a step ({by_part(parts)}), of which the bytes alone need {percent(least / taken)}"]
 
 
 def conclude(run_dir: Path) -> dict[str, object]:

@@ -168,6 +168,7 @@ def _by_step(samples: Sequence[Sample], records: RunRecords, what: What) -> list
 
 
 def _growth(nbytes: Sequence[float]) -> dict[str, Any]:
+    nbytes = nbytes[len(nbytes) // 5 :]
     (slope, middle), covariance = np.polyfit(np.arange(len(nbytes)) - (len(nbytes) - 1) / 2, nbytes, 1, cov=True)
     error = 1.96 * covariance[0, 0] ** 0.5
     return {"bytes_a_switch": slope, "interval_95": [slope - error, slope + error], "share_after_200": 200 * slope / middle}

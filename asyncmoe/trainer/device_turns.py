@@ -15,7 +15,7 @@ from asyncmoe.platform import collectives
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import TurnAwaited
+from asyncmoe.rpc.messages import TurnAwaited, TurnTaken
 from asyncmoe.telemetry import heartbeats
 
 if TYPE_CHECKING:
@@ -63,8 +63,11 @@ class TrainerTurns:
         asked = self._asking.submit(self._client.ask, TurnAwaited(turn, event), self._limit_s) if self._first else None
         while not all(collectives.everyones(_answered(asked))):
             heartbeats.beat(f"waiting for its turn: {turn.value}")
-        for name, seconds in asked.result()[0].seconds.items() if asked is not None else ():
-            self._seconds[name] += seconds
+        if asked is not None:
+            taken = asked.result()[0]
+            assert isinstance(taken, TurnTaken)
+            for name, seconds in taken.seconds.items():
+                self._seconds[name] += seconds
         with self.part("trainer_in"):
             if self.sleeper is not None:
                 self.sleeper.hold(HOLDS[turn] & TRAINER)

@@ -13,6 +13,7 @@ import time
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -139,37 +140,37 @@ def owned(pid: int) -> int:
 
 def figures(samples: Sequence[Sample], directory: Path) -> dict[str, Any]:
     """Return "engine_MB" (weights and KV cache), "MB" (median of each side by state), "freed" (share of the engine's weights and cache that
-    it gives back while the trainer works), "peak_MB" (the most of both at once, switches included), and "growth" of each side by state:
-    bytes a switch with a 95 % interval, and 200 switches' share of what it holds there."""
+    it gives back while the trainer works), "peak_MB" (the most of both at once, in states and switches), and "growth" of each side by state
+    over the last four fifths of the switches: bytes a switch with a 95 % interval, and 200 switches' share of what it holds there."""
     records = load(directory)
-    by_state = {state: _by_step(samples, records, what) for state, what in STATES.items()}
+    by_state = {state: _inside(samples, records, what) for state, what in STATES.items()}
     held = TOKENS * CACHED + (of_run(directory).model.path / "model.safetensors").stat().st_size
-    middle = {state: {side: median(one[side] for one in steps) for side in SIDES} for state, steps in by_state.items()}
-    begins = min(step.begin for step in records.rl[FIRST:])
-    growth = {side: {state: _growth([one[side] for one in steps]) for state, steps in by_state.items()} for side in SIDES}
+    middle = {state: {side: median(one[side] for one in chain(*each.values())) for side in SIDES} for state, each in by_state.items()}
+    every = chain.from_iterable(chain(*each.values()) for each in (*by_state.values(), _inside(samples, records, "switch")))
     return {
         "switches": len(records.rl),
         "engine_MB": held / 1e6,
         "MB": {state: {side: nbytes / 1e6 for side, nbytes in each.items()} for state, each in middle.items()},
         "freed": (middle["generating"]["engine"] - middle["training"]["engine"]) / held,
-        "peak_MB": max(sum(nbytes.values()) for begin, _, nbytes in samples if begin > begins) / 1e6,
-        "growth": growth,
+        "peak_MB": max(sum(one.values()) for one in every) / 1e6,
+        "growth": {side: {state: _growth(each, side) for state, each in by_state.items()} for side in SIDES},
     }
 
 
-def _by_step(samples: Sequence[Sample], records: RunRecords, what: What) -> list[dict[str, float]]:
-    """Return each side's median bytes in every interval in which the trainer did `what`, after the first steps."""
-    starts, found = [begin for begin, _, _ in samples], []
-    for begin, end in records.intervals(what, "trainer.0"):
-        inside = [one for one in samples[bisect(starts, begin) : bisect(starts, end)] if one[1] <= end]
+def _inside(samples: Sequence[Sample], records: RunRecords, what: What) -> dict[int, list[dict[str, int]]]:
+    """Return the samples during which the trainer did nothing but `what`, by number of the interval, after the first steps."""
+    starts, found = [begin for begin, _, _ in samples], dict[int, list[dict[str, int]]]()
+    for number, (begin, end) in enumerate(records.intervals(what, "trainer.0")):
+        inside = [nbytes for _, ends, nbytes in samples[bisect(starts, begin) : bisect(starts, end)] if ends <= end]
         if inside and begin > records.rl[FIRST].begin:
-            found.append({side: median(nbytes[side] for _, _, nbytes in inside) for side in SIDES})
+            found[number] = inside
     return found
 
 
-def _growth(nbytes: Sequence[float]) -> dict[str, Any]:
-    nbytes = nbytes[len(nbytes) // 5 :]
-    (slope, middle), covariance = np.polyfit(np.arange(len(nbytes)) - (len(nbytes) - 1) / 2, nbytes, 1, cov=True)
+def _growth(by_number: Mapping[int, Sequence[Mapping[str, int]]], side: str) -> dict[str, Any]:
+    numbers = [*by_number][len(by_number) // 5 :]
+    nbytes = [median(one[side] for one in by_number[number]) for number in numbers]
+    (slope, middle), covariance = np.polyfit(np.array(numbers) - np.mean(numbers), nbytes, 1, cov=True)
     error = 1.96 * covariance[0, 0] ** 0.5
     return {"bytes_a_switch": slope, "interval_95": [slope - error, slope + error], "share_after_200": 200 * slope / middle}
 

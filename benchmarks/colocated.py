@@ -55,13 +55,18 @@ Sample = tuple[float, float, dict[str, int]]
 
 
 def run(switches: int = 200, pairs: int = 6) -> dict[str, Any]:
-    """Watch the memory of a run with so many switches, then compare pairs of shorter runs. Returns as `summed`."""
+    """Watch the memory of a run of so many steps in each way, then compare pairs of shorter runs. Returns as `summed`."""
     measured_at = here()
     with tempfile.TemporaryDirectory() as folder:
-        with running(Path(folder, "watched"), switches, "colocated") as process:
-            samples = list(watched(process))
-        memory = figures(samples, Path(folder, "watched"))
+        memory = {way: memory_of(Path(folder, way), switches, way) for way in WAYS}
         return {**measured_at, **summed(memory, [pair(Path(folder), number) for number in range(pairs)])}
+
+
+def memory_of(directory: Path, steps: int, way: str) -> dict[str, Any]:
+    """Watch the memory of a run; return its `figures`."""
+    with running(directory, steps, way) as process:
+        samples = list(watched(process))
+    return figures(samples, directory)
 
 
 def pair(folder: Path, number: int, steps: int = 25) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def pair(folder: Path, number: int, steps: int = 25) -> dict[str, Any]:
 
 
 def summed(memory: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"memory" (`figures`), "switch" (seconds by part and of all, "least" and the "share" of the whole that this is), "step"
+    """Return {"memory" (`figures` by way), "switch" (seconds by part and of all, "least" and the "share" of the whole that this is), "step"
     ("seconds" and "cpu": those of each pair, and the "ratio" of colocated to split)}. Medians have 90 % intervals."""
     switches = [one for each in pairs for one in each["switches"]]
     whole, least = _with_interval([sum(one.values()) for one in switches]), pairs[0]["least"]

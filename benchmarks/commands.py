@@ -248,6 +248,18 @@ def recovery_(
     typer.echo(recovery.table(results))
 
 
+@bench.command("colocated")
+def colocated_(
+    json_path: Results = None,
+    switches: Annotated[int, typer.Option(help="Steps of the run whose memory is watched.", min=20)] = 200,
+    pairs: Annotated[int, typer.Option(help="Runs in each way, in turn.", min=1)] = 6,
+) -> None:
+    """Trainer and engine on the same devices in turn: memory by state, its growth, seconds of a switch, a step next to placement=split."""
+    from benchmarks import colocated
+
+    _show(colocated.run(switches, pairs), json_path)
+
+
 @bench.command("network")
 def network_(
     json_path: Results = None,

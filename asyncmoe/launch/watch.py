@@ -10,11 +10,12 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from asyncmoe import checkpoints, storage
+from asyncmoe import checkpoints, models, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.config.devices import counted
@@ -23,14 +24,16 @@ from asyncmoe.interrupts import StopOnSignal
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses, certain, explained, only_lost, root_cause
 from asyncmoe.launch.watching import Watcher
+from asyncmoe.plan import switch
 from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes as recorded
+from asyncmoe.telemetry.format import duration, percent
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.samples.records import FOLDER as SAMPLES
 from asyncmoe.telemetry.schema import METRICS
-from asyncmoe.telemetry.summary import write_summary
+from asyncmoe.telemetry.summary import by_part, write_summary
 
 PROFILE = "profile"
 """Folder of the trainer's profiles in a run's directory."""
@@ -111,8 +114,8 @@ def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[
         signals.restore()
     try:
         if not signals.count:
-            summary = conclude(config.run.dir)
-            for line in written(config):
+            summary: dict[str, Any] = conclude(config.run.dir)
+            for line in (*switched(config, summary["switch_seconds"]), *written(config)):
                 print(line, file=sys.stderr, flush=True)
             return summary
         if read_steps(config.run.dir / METRICS):
@@ -155,6 +158,19 @@ def written(config: Config) -> list[str]:
     if (newest := checkpoints.newest(run_dir)) is not None:
         lines.append(f"checkpoint: {newest}; asyncmoe export {run_dir} OUT writes a model of it")
     return lines
+
+
+def switched(config: Config, parts: Mapping[str, float] | None) -> list[str]:
+    """Return a line on the switches of a run in turn: their median seconds, and the share of them that the bytes need by
+    `asyncmoe plan`.
+
+    Args:
+        parts: `Summary.switch_seconds`.
+    """
+    if not parts:
+        return []
+    taken, least = sum(parts.values()), sum(switch.bound(config, models.hf_config_of(config)).values())
+    return [f"switches: {duration(taken)} a step ({by_part(parts)}), of which the bytes alone need {percent(least / taken)}"]
 
 
 def conclude(run_dir: Path) -> dict[str, object]:

@@ -357,6 +357,13 @@ class Committed(Message, frozen=True):
     """Pause of each engine."""
 
 
+class TurnTaken(Message, frozen=True):
+    """Reply to `TurnAwaited`: the state is reached."""
+
+    seconds: dict[str, float]
+    """What engines did for it, by part of `asyncmoe.telemetry.schema.Step.switch_seconds`."""
+
+
 class Done(Message, frozen=True):
     """Reply without content."""
 
@@ -374,4 +381,4 @@ WeightsRequest = WeightsUpdate | EnginesAsk | TurnAwaited | EngineStarts
 EngineRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 Request = QueueRequest | WeightsLoaded | WeightsRequest | EngineRequest | WorkerJoin | WorkerRequest
 EngineReply = Engines | EngineJoined | EngineOrder | EngineNodes
-Reply = Welcome | Leased | Evaluated | Fetched | WorkerFound | EngineReply | Committed | Done | Refused | WorkerReply
+Reply = Welcome | Leased | Evaluated | Fetched | WorkerFound | EngineReply | Committed | TurnTaken | Done | Refused | WorkerReply

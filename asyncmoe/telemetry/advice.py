@@ -18,7 +18,7 @@ SETTLED_STEPS = 5
 """Minimum RL steps for advice on idle time; with fewer, shares of time reflect the start more than the run."""
 DROPPED = 0.1
 REJECTED = 0.05
-SYNC_SHARE = 0.2
+SYNC_SHARE = SWITCH_SHARE = 0.2
 PAUSE_SHARE = 0.1
 OFF_POLICY = 0.2
 """Share of tokens, clipped by the objective or capped by truncated importance sampling, above which advice is given."""
@@ -105,6 +105,14 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
 
 
 def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
+    if switches := [step.switch_seconds for step in rl[1:] if step.switch_seconds]:  # on shared devices one of the two always sleeps
+        lost = sum(sum(one.values()) for one in switches)
+        if (switched := share([lost], rl[-1].time - rl[0].time) or 0.0) > SWITCH_SHARE:
+            yield (
+                f"Switches take {percent(switched)} of the time ({number(lost / len(switches), 's')} a step): train on more for each, with "
+                "rollout.groups_per_step, or set placement=split."
+            )
+        return
     # The median over steps is robust to one slow start. For engines, only records after the first step count: that step waits for them.
     trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0
     busy = mean(at_work for record in rollout if record.time > rl[0].time for at_work in record.engine_utilization.values())

@@ -26,7 +26,7 @@ EVALUATION = "evaluation.jsonl"
 TRAINER_SPANS = "spans-trainer.jsonl"
 CONTROLLER_SPANS = "spans-controller.jsonl"
 
-What = Literal["wait", "train", "sync", "generate", "pause"]
+What = Literal["wait", "train", "sync", "switch", "generate", "pause"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +155,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Metric("Trajectories dropped so far, by reason; counted as in rollout.jsonl.", "trajectories", key="reason"),
     ] = None
     step_seconds: Annotated[Amount, Metric("Duration of the step.", "seconds")] = None
-    wait_seconds: Annotated[Amount, Metric("Time the step waited for its batch.", "seconds", word="wait")] = None
+    wait_seconds: Annotated[
+        Amount, Metric("Time the step waited for its batch, and then for its turn on shared devices.", "seconds", word="wait")
+    ] = None
     train_seconds: Annotated[Amount, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")] = None
 
     # Weight updates
@@ -171,6 +173,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sync_wait_seconds: Annotated[Amount, Metric("Time that the step waited for weight sync, during or after training.", "seconds")] = None
     checkpoint_s: Annotated[Amount, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
     checkpoint_wait_s: Annotated[Amount, Metric("Part of `checkpoint_s` spent waiting for the previous save.", "seconds")] = None
+    switch_seconds: Annotated[
+        Mapping[str, float] | None,
+        Metric(
+            "Time since the previous step in which devices changed hands, by part: the trainer releases memory (trainer_out), engines take "
+            "theirs (engines_in), the weights move (update), responses are cut short (engines_drain), engines release memory "
+            "(engines_out), and the trainer takes its own (trainer_in). Absent unless `placement` is colocated.",
+            "seconds",
+            key="part",
+        ),
+    ] = None
     pause_ms: Annotated[
         Amount, Metric("Longest pause of an engine during the update that `sync_seconds` measures.", "milliseconds", word="pause")
     ] = None

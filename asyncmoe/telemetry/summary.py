@@ -15,7 +15,7 @@ from asyncmoe import storage
 from asyncmoe.telemetry.format import ABSENT, duration, named, number, percent, quantity
 from asyncmoe.telemetry.measured import known, mean, median, share, standard_error
 from asyncmoe.telemetry.metric import Amount, Count, Metric, declared
-from asyncmoe.telemetry.overlap import intersection, length
+from asyncmoe.telemetry.overlap import Interval, intersection, length
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load, no_step
 
@@ -56,6 +56,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: Annotated[Amount, Metric("Trained tokens, prompt and response, over RL time.", "tokens/s")]
     max_staleness_seen: Annotated[Amount, Metric("Largest age of a trained token.", "versions")]
     sync_seconds_median: Annotated[Amount, Metric("Median of sync_seconds over the updates.", "seconds")]
+    switch_seconds: Annotated[dict[str, float] | None, "Median of switch_seconds over the RL steps, by part."]
     pause_ms_median: Annotated[Amount, Metric("Median of pause_ms over the updates: how long engines paused.", "milliseconds")]
     max_abs_logprob_diff_same_version: Annotated[
         Amount, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
@@ -66,8 +67,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     routing_mismatch_mean: Annotated[
         Amount, Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens")
     ]
-    trainer_idle_share: Annotated[Amount, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
-    engine_idle_share: Annotated[Amount, Metric("Mean RL time in which an engine generated nothing.", "share of RL time")]
+    trainer_idle_share: Annotated[
+        Amount, Metric("RL time in which the trainer waited for a batch. Absent if trainer and engines took turns.", "share of RL time")
+    ]
+    engine_idle_share: Annotated[
+        Amount,
+        Metric("Mean RL time in which an engine generated nothing although it was its turn, if they took turns.", "share of RL time"),
+    ]
     overlap_share: Annotated[
         Amount, Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time")
     ]
@@ -103,6 +109,9 @@ def summary_of(run: RunRecords) -> Summary:
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
     last = run.rollout[-1] if run.rollout else None
+    switches = [step.switch_seconds for step in rl if step.switch_seconds]
+    parts = {part: median(one.get(part) for one in switches) or 0.0 for part in dict.fromkeys(part for one in switches for part in one)}
+    turns = intersection(run.intervals("wait", "trainer.0"), run.rl_windows) if switches else run.rl_windows
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -110,14 +119,15 @@ def summary_of(run: RunRecords) -> Summary:
         tokens_per_s=share((step.tokens for step in rl), wall),
         max_staleness_seen=max(known(step.staleness_max for step in rl), default=None),
         sync_seconds_median=median(step.sync_seconds for step in updates),
+        switch_seconds=parts or None,
         pause_ms_median=median(step.pause_ms for step in updates),
         max_abs_logprob_diff_same_version=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
         same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
         routing_mismatch_mean=mean(sent for step in rl for sent in (step.routing_mismatch or {}).values()),
-        trainer_idle_share=share((step.wait_seconds for step in rl), wall),
-        engine_idle_share=_engine_idle_share(run, wall),
+        trainer_idle_share=None if switches else share((step.wait_seconds for step in rl), wall),
+        engine_idle_share=_engine_idle_share(run, turns),
         overlap_share=overlap_share(run),
         wall_seconds=wall,
         evaluation_first={one.name: one for one in reversed(run.evaluations)},
@@ -148,6 +158,9 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
         for name, one in declared(Summary).items()
         if (value := getattr(summary, name)) is not None and (name != "reward_first" or len(rewards) > ENDS)
     ]
+    if parts := summary.switch_seconds:
+        meaning, taken = "Median time a step in which shared devices changed hands.", sum(parts.values())
+        found.append(Row("switch seconds", duration(taken), meaning, by_part(parts), taken, "seconds"))
     for when, version, sets in (("first", "lowest", summary.evaluation_first), ("last", "highest", summary.evaluation_last)):
         meaning = f"Mean reward of the {version} version evaluated."
         for name, one in sorted(sets.items()):
@@ -159,6 +172,11 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
         gone = summary.rejected_share
         found.append(Row("rejected", percent(gone), "Rejected trajectories.", rejected(run.rollout), gone, "share"))
     return found
+
+
+def by_part(seconds: Mapping[str, float]) -> str:
+    """Name the parts of a switch: "trainer_out 0.2 s, update 1.1 s"."""
+    return ", ".join(f"{part} {duration(one)}" for part, one in seconds.items())
 
 
 def difference(first: Row, second: Row) -> str:
@@ -182,11 +200,10 @@ def overlap_share(run: RunRecords) -> float | None:
     return share([length(intersection(train, run.intervals("generate")))], length(train))
 
 
-def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
-    if not run.engines or wall <= 0:
+def _engine_idle_share(run: RunRecords, during: Sequence[Interval]) -> float | None:
+    if not run.engines or not (whole := length(during)):
         return None
-    busy = [length(intersection(run.intervals("generate", engine), run.rl_windows)) for engine in run.engines]
-    return 1 - fmean(busy) / wall
+    return 1 - fmean(length(intersection(run.intervals("generate", engine), during)) for engine in run.engines) / whole
 
 
 def _rejected_share(last: Rollout) -> float | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe.config import Config
@@ -11,7 +15,7 @@ from asyncmoe.platform import collectives
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import TurnAwaited
+from asyncmoe.rpc.messages import TurnAwaited, TurnTaken
 from asyncmoe.telemetry import heartbeats
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class TrainerTurns:
 
     def __init__(self, config: Config, place: Mesh) -> None:
         self.sleeper: Sleeper | None = None
+        self._seconds = defaultdict[str, float](float)
         self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
         self._asking = ThreadPoolExecutor(1)
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
@@ -51,15 +56,34 @@ class TrainerTurns:
             event = Event.YIELDED
         if event is Event.YIELDED:
             self._turn = DeviceTurn.ASLEEP
-        if self.sleeper is not None:
-            self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
-        collectives.barrier()
+        with self.part("trainer_out"):
+            if self.sleeper is not None:
+                self.sleeper.hold(HOLDS[self._turn] & HOLDS[turn] & TRAINER)
+            collectives.barrier()
         asked = self._asking.submit(self._client.ask, TurnAwaited(turn, event), self._limit_s) if self._first else None
         while not all(collectives.everyones(_answered(asked))):
             heartbeats.beat(f"waiting for its turn: {turn.value}")
-        if self.sleeper is not None:
-            self.sleeper.hold(HOLDS[turn] & TRAINER)
+        if asked is not None:
+            taken = asked.result()[0]
+            assert isinstance(taken, TurnTaken)
+            for name, seconds in taken.seconds.items():
+                self._seconds[name] += seconds
+        with self.part("trainer_in"):
+            if self.sleeper is not None:
+                self.sleeper.hold(HOLDS[turn] & TRAINER)
         self._turn = turn
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what is done within as a part of a switch (`asyncmoe.telemetry.schema.Step.switch_seconds`)."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - begin
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call. Rank 0's have the engines' too."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
     def close(self) -> None:
         """Close the connection."""

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 _EVALUATION_S = 5.0
 """Seconds between heartbeats while waiting for the last evaluation."""
 _NOTICED_S = 0.001
-"""Seconds; shorter waits for weight sync get no span."""
+"""Seconds; what takes less gets no span."""
 
 
 def run(config: Config) -> None:
@@ -157,6 +157,7 @@ class Trainer:
                 self._tell_saved()
                 begin = unix()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check, self._any_has)
+                self._span("wait", begin, unix())
                 self._take_turn(DeviceTurn.TRAINING)
                 if leased.stop:
                     return True
@@ -202,7 +203,6 @@ class Trainer:
         never start; and, where engines use the same devices in turn, every step, because publishing releases the optimizer's state.
         """
         phase, got = self._phase, unix()
-        self._span("wait", begin, got)
         self._waits.clear()
         learned = self._learner.learn(leased, phase, self._step, self._before_update)
         trained = unix()
@@ -256,15 +256,16 @@ class Trainer:
         """Publish, and leave the devices to the engines. If all are lost meanwhile, they start again only after this trainer's turn."""
         for left in reversed(range(self._config.engines.restarts + 1)):
             try:
-                self._sync.begin(self._step)
-                self._published = self._sync.settle()
+                with turns.part("update"):
+                    self._sync.begin(self._step)
+                    self._published = self._sync.settle()
                 break
             except WeightSyncError as error:
                 if not left or batch_client.stopping(self._client, self._config, self._step, self._phase):
                     raise
                 log.warning("%s; waiting for an engine to start", error)
-                turns.wait_for(DeviceTurn.WAKING, Event.YIELDED)
-        turns.wait_for(DeviceTurn.GENERATING)
+                self._take_turn(DeviceTurn.WAKING, Event.YIELDED)
+        self._take_turn(DeviceTurn.GENERATING)
 
     def _any_has(self, got: bool) -> bool:
         """Return whether any rank has the batch. If engines that use the same devices in turn have lost the weights, send them again."""
@@ -276,9 +277,11 @@ class Trainer:
             self._begin_sync()
         return False
 
-    def _take_turn(self, turn: DeviceTurn) -> None:
+    def _take_turn(self, turn: DeviceTurn, event: Event | None = None) -> None:
         if self._turns is not None:
-            self._turns.wait_for(turn)
+            begin = unix()
+            self._turns.wait_for(turn, event)
+            self._span("switch", begin, unix())
 
     def _before_update(self) -> None:
         with self._waiting_for_sync(), mark("wait for weight sync"):
@@ -288,10 +291,8 @@ class Trainer:
     def _waiting_for_sync(self) -> Iterator[None]:
         begin = unix()
         yield
-        end = unix()
-        self._waits.append((begin, end))
-        if end - begin > _NOTICED_S:
-            self._span("sync", begin, end)
+        self._waits.append((begin, end := unix()))
+        self._span("sync", begin, end)
 
     def _save(self) -> None:
         heartbeats.beat(f"the checkpoint of step {self._step}")
@@ -310,7 +311,7 @@ class Trainer:
                 log.info("saved %s in %.1f s", checkpoints.directory(self._config.run.dir, step), seconds)
 
     def _span(self, what: str, begin: float, end: float) -> None:
-        if self._spans is not None:
+        if self._spans is not None and end - begin > _NOTICED_S:
             self._spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]  # one of the schema's names
 
     def _record(
@@ -318,7 +319,8 @@ class Trainer:
     ) -> None:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
-            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
+            switched = None if self._turns is None else self._turns.seconds()
+            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood(), switched))
 
 
 def between(begin: float, end: float, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

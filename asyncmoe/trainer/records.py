@@ -36,6 +36,7 @@ def step_record(
     waited: float,
     times: tuple[float, float, float],
     stood: Stood,
+    switched: Mapping[str, float] | None = None,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
 
@@ -45,7 +46,8 @@ def step_record(
         published: the last version published by the end of the step; None if an earlier step reported it.
         waited: seconds the step waited for weight sync.
         stood: how long training has stood still for checkpoints since the previous step's record.
-        times: Unix times at which the step began, received its batch and finished training.
+        switched: what devices' changes of hands have taken since then, in seconds by part; None: devices are not shared.
+        times: Unix times at which the step began, could train its batch and finished training.
 
     Raises:
         InvariantBroken: a figure has no field.
@@ -64,6 +66,7 @@ def step_record(
         train_seconds=trained - got,
         sync_wait_seconds=waited,
         sync_seconds=published.seconds if published else None,
+        switch_seconds=switched or None,
         pause_ms=published.pause_ms if published else None,
         sync_bytes=published.traffic.nbytes if published and published.traffic else None,
         sync_changed=published.traffic.changed if published and published.traffic else None,

@@ -11,7 +11,7 @@ from asyncmoe.engines.membership import RemoteEngine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.occupancy import TRAINER, DeviceTurn, Event
-from asyncmoe.rpc.messages import EngineJoin, TurnAwaited
+from asyncmoe.rpc.messages import EngineJoin, TurnAwaited, TurnTaken
 from asyncmoe.trainer import device_turns as trainers
 from asyncmoe.trainer.device_turns import TrainerTurns
 from asyncmoe.weights.coordinator import device_turns
@@ -45,6 +45,13 @@ async def test_an_engine_that_keeps_or_does_not_take_its_memory_is_fenced_and_th
     await turns.wait_for(DeviceTurn.TRAINING)
     await turns.wait_for(DeviceTurn.WAKING)
     assert fenced(pool) == {"engine.1": f"{state.value}: {WaitTimeout('engine.1', '/resume_memory_occupation', LIMIT_S)}"}
+
+
+@asynchronous
+async def test_what_engines_do_is_told_by_part() -> None:
+    turns, _ = turns_of(1)
+    parts = [(await turns.wait_for(turn)).keys() for turn in (DeviceTurn.TRAINING, DeviceTurn.WAKING, DeviceTurn.GENERATING)]
+    assert parts == [{"engines_drain", "engines_out"}, {"engines_in"}, {"engines_in"}]
 
 
 @asynchronous
@@ -107,14 +114,23 @@ async def test_a_fenced_engine_whose_memory_is_needed_is_killed_at_once_and_no_o
 
 def test_a_trainer_whose_weights_no_engine_took_gives_them_up_before_it_trains_on_or_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     happened = list[Any]()
+
+    def ask(asked: TurnAwaited, _: float) -> tuple[TurnTaken, list[Any]]:
+        happened.append(asked)
+        return TurnTaken({"engines_in": 2.0}), []
+
     monkeypatch.setattr(trainers, "keys", Mock())
-    monkeypatch.setattr(trainers, "Client", Mock(return_value=Mock(ask=lambda asked, _: happened.append(asked))))
+    monkeypatch.setattr(trainers, "Client", Mock(return_value=Mock(ask=ask)))
     monkeypatch.setattr(trainers, "collectives", Mock(everyones=lambda mine: [mine]))
     turns = TrainerTurns(demo(), Mock(rank=0))
     turns.wait_for(DeviceTurn.WAKING)
     turns.sleeper = Mock(hold=happened.append)
     turns.wait_for(DeviceTurn.TRAINING)
     assert happened[1:] == [set(), TurnAwaited(DeviceTurn.TRAINING, Event.YIELDED), TRAINER]
+    seconds = turns.seconds()
+    assert seconds.keys() == {"trainer_out", "engines_in", "trainer_in"}
+    assert seconds["engines_in"] == 4.0, "of both turns"
+    assert turns.seconds() == {}
 
 
 @asynchronous

@@ -94,6 +94,7 @@ def rollout(**changes: Any) -> list[Rollout]:
         ({}, {"dropped": {"stale": 4, "equal": 30}, "requeued": {"stale": 2}}, "15 % of the trajectories were dropped or requeued"),
         ({"sync_wait_seconds": 0.6}, {}, "30 % of the time (1.5 s an update)"),
         ({"pause_ms": 900.0}, {}, "pause 900 ms per update"),
+        ({"switch_seconds": {"trainer_in": 0.4, "update": 0.2}, "wait_seconds": 1.0}, {"busy": 0.45}, "30 % of the time (0.6 s a step)"),
     ],
 )
 def test_one_figure_off_is_one_sentence(changed: dict[str, float], counted: dict[str, Any], said: str) -> None:
@@ -111,6 +112,8 @@ def test_a_run_that_was_mostly_its_start_gets_no_advice_on_speed() -> None:
 
 def test_advice_is_quiet_when_all_is_well_and_puts_wrong_results_first() -> None:
     assert advise(steps(), rollout()) == [ALL_WELL]
+    in_turn = {"switch_seconds": {"update": 0.2}, "wait_seconds": 1.4, "pause_ms": 900.0}
+    assert advise(steps(**in_turn), rollout(busy=0.3)) == [ALL_WELL], "while one works, the other sleeps"
     assert advise([]) == [NO_STEP]
     assert "differ by up to" in advise(steps(wait_seconds=1.9, logprob_diff_max_same_version=0.8))[0]
 

@@ -76,6 +76,7 @@ def test_every_number(run_dir: Path) -> None:
         "tokens_per_s": pytest.approx((4 * 100 + 3 * 200) / wall),
         "max_staleness_seen": 2,
         "sync_seconds_median": 4,  # of 1, 3, 4, 4, 4
+        "switch_seconds": None,
         "pause_ms_median": 40,  # of 10, 20, 40, 40, 40
         "max_abs_logprob_diff_same_version": 2e-5,
         "same_version_tokens": 7 + 3 * 20,
@@ -92,6 +93,20 @@ def test_every_number(run_dir: Path) -> None:
         "rejected_share": pytest.approx((6 + 8) / 150),
         "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
+
+
+def test_where_devices_are_shared_nobody_is_idle_while_the_other_works() -> None:
+    steps = [
+        Step(step=at, phase="rl", time=10.0 * at, step_seconds=10.0, wait_seconds=6.0, switch_seconds={"trainer_in": at, "engines_in": 1.0})
+        for at in (1, 2, 4)
+    ]
+    spans = [Span("trainer.0", "wait", begin, begin + 5) for begin in (0, 10, 30)]
+    spans += [Span("engine.0", "generate", 0, 4), Span("engine.0", "generate", 11, 15), Span("engine.0", "generate", 31, 35)]
+    run = RunRecords([steps], [], spans)
+    summary = summary_of(run)
+    assert (summary.trainer_idle_share, summary.engine_idle_share) == (None, pytest.approx(1 - 12 / 15))
+    assert summary.switch_seconds == {"trainer_in": 2.0, "engines_in": 1.0}
+    assert ("switch seconds", 3.0) in [(row.name, row.number) for row in rows(run, summary)]
 
 
 def test_every_evaluation_set_is_in_the_summary(tmp_path: Path) -> None:

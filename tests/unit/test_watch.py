@@ -75,3 +75,12 @@ def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: 
     assert str(said).startswith("ended at once at step 3 of ")
     assert said.exit_code == 130
     assert time.monotonic() - began < 30
+
+
+def test_a_run_in_turn_says_which_share_of_a_switch_its_bytes_need(configured: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.models, "hf_config_of", lambda _: {})
+    monkeypatch.setattr(watch.switch, "bound", lambda *_: {"trainer_in": 0.1, "engines_in": 0.2})
+    (line,) = watch.switched(configured, {"trainer_in": 0.5, "update": 1.0})
+    assert "1.5 s" in line
+    assert "20 %" in line
+    assert watch.switched(configured, None) == []

@@ -86,6 +86,7 @@ PLOTS = (
     Plot(Rollout, IDLE, "Queue", {"running": "in flight", "queue_depth": "queued"}),
     Plot(Rollout, IDLE, "Engines at work", {"engine_utilization": ""}),
     Plot(Step, UPDATES, "Weight sync", {"sync_seconds": ""}),
+    Plot(Step, UPDATES, "Switches of shared devices", {"switch_seconds": ""}),
     Plot(Step, UPDATES, "Engines' pause for an update", {"pause_ms": ""}),
     Plot(Step, THROUGHPUT, "Time of a step", {"step_seconds": "all", "wait_seconds": "wait for a batch", "train_seconds": "train"}),
     Plot(Step, THROUGHPUT, "Trained tokens", {"tokens_per_s": ""}),

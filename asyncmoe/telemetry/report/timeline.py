@@ -18,6 +18,7 @@ _DONE: Mapping[What, tuple[str, str]] = {
     "wait": ("waits for a batch", "#c3cad2"),
     "train": ("trains", "#0072B2"),
     "sync": ("sends weights", "#E69F00"),
+    "switch": ("switches with the engines", "#CC79A7"),
     "generate": ("generates", "#009E73"),
     "pause": ("pauses for an update", "#D55E00"),
 }

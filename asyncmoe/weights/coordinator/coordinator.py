@@ -18,6 +18,7 @@ from asyncmoe.rpc.messages import (
     EnginesAsk,
     EngineStarts,
     TurnAwaited,
+    TurnTaken,
     WeightsAbort,
     WeightsBegin,
     WeightsBucket,
@@ -140,7 +141,7 @@ class WeightUpdateCoordinator:
             await self.driver.end(update, why)
         self.driver.roster = self.driver.roster.anew(self._pool)
 
-    async def handle(self, request: WeightsRequest, check: Callable[[], None] = lambda: None) -> Engines | Committed | Done:
+    async def handle(self, request: WeightsRequest, check: Callable[[], None] = lambda: None) -> Engines | Committed | TurnTaken | Done:
         """Answer one request.
 
         Args:
@@ -163,12 +164,11 @@ class WeightUpdateCoordinator:
         answering.add_done_callback(self._under_way.discard)
         return await answering
 
-    async def _pass_turn(self, request: TurnAwaited) -> Done:
+    async def _pass_turn(self, request: TurnAwaited) -> TurnTaken:
         if request.event is Event.STARTED:
             await self.wait_started()
             await self.forget_sender("a trainer has started")
-        await self._turns.wait_for(request.turn, request.event)
-        return Done()
+        return TurnTaken(await self._turns.wait_for(request.turn, request.event))
 
     async def _in_turn(self, request: WeightsRequest, check: Callable[[], None]) -> Engines | Committed | Done:
         """Answer requests one at a time, in the sender's order; only an abort interrupts a waiting request."""

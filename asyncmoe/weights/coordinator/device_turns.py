@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from asyncmoe.config.devices import none_here
@@ -24,6 +25,13 @@ _POLL_S = 0.02
 _LATE_S = 10.0
 """Seconds by which an engine that does not start in time has been killed by its agent."""
 _TAGS: dict[MemoryPart, tuple[MemoryTag, ...]] = {MemoryPart.WEIGHTS: ("weights",), MemoryPart.CACHE: ("kv_cache", "cuda_graph")}
+_PARTS = {
+    DeviceTurn.DRAINING: "engines_drain",
+    DeviceTurn.ASLEEP: "engines_out",
+    DeviceTurn.WAKING: "engines_in",
+    DeviceTurn.GENERATING: "engines_in",
+}
+"""What engines do before a state is reached, as `asyncmoe.telemetry.schema.Step.switch_seconds` calls it."""
 
 
 class EngineTurns:
@@ -44,8 +52,8 @@ class EngineTurns:
         self._starts = 0  # of trainers
         self._one = asyncio.Lock()
 
-    async def wait_for(self, wanted: DeviceTurn, event: Event | None = None) -> None:
-        """Answer a trainer that waits for a state.
+    async def wait_for(self, wanted: DeviceTurn, event: Event | None = None) -> dict[str, float]:
+        """Answer a trainer that waits for a state; return what engines did for it, in seconds by part (`_PARTS`).
 
         Args:
             event: what the trainer says first: `Event.STARTED` or `Event.YIELDED`.
@@ -56,10 +64,10 @@ class EngineTurns:
             WaitTimeout: responses did not end, or no engine started, in time.
         """
         self._starts += event is Event.STARTED
-        mine = self._starts
+        mine, seconds = self._starts, defaultdict[str, float](float)
         async with self._one:
             if event is not None:
-                await self._pass(event)
+                await self._pass(event, seconds)
             until = time.monotonic() + self._start_s
             while self.turn is not wanted:
                 if mine != self._starts:
@@ -67,13 +75,14 @@ class EngineTurns:
                 starting = self._any_starts()
                 found = step(self.turn, wanted, engines=len(self._pool.present), starting=starting)
                 if found is not None:
-                    await self._pass(found)
+                    await self._pass(found, seconds)
                 elif not starting and time.monotonic() > until:
                     raise WaitTimeout("devices in turn", f"an engine to start, {self.turn.value} until then", self._start_s)
                 else:
                     await asyncio.sleep(_POLL_S)
                 if found is not None or starting:
                     until = time.monotonic() + self._start_s
+        return dict(seconds)
 
     async def let_start(self, name: str, wait_s: float) -> None:
         """Wait until an engine may start, and count it as starting until it joins. Raises WaitTimeout."""
@@ -89,7 +98,8 @@ class EngineTurns:
         self._starting = {name: until for name, until in self._starting.items() if name not in here and now < until}
         return bool(self._starting)
 
-    async def _pass(self, event: Event) -> None:
+    async def _pass(self, event: Event, seconds: defaultdict[str, float]) -> None:
+        begin = time.perf_counter()
         self.turn = turn = after(self.turn, event)  # at once: from here on no engine starts that may not in the new state
         log.info("devices in turn: %s, so %s", event.value, turn.value)
         if turn is DeviceTurn.DRAINING:
@@ -103,6 +113,8 @@ class EngineTurns:
             self._pool.asleep = False
             self._pool.release()
             self._driver.settled()
+        if turn in _PARTS:
+            seconds[_PARTS[turn]] += time.perf_counter() - begin
 
     async def _drain(self) -> None:
         """Let no request in, and cut short those at engines, which `rollout.interruption` continues later. Fence engines that do not end

@@ -86,7 +86,7 @@ def test_every_import_of_a_calls_parts_is_carried_or_the_machines(call: str) -> 
     there = manifest.ASSUMED | manifest.OPTIONAL
     # Reached through functions that the bundle does not call: the report, TensorBoard, sessions with MCP servers, a log in Redis, a sandbox
     # that is a server; where there is no server of SGLang, what asks one.
-    reports = {"matplotlib", "plotly", "tensorboard", "mcp", "mcp_types", "httpx2", "anyio", "redis", "tenacity"}
+    reports = {"matplotlib", "plotly", "tensorboard", "mcp", "mcp_types", "httpx2", "anyio", "redis"}
     reports |= set() if "sglang" in manifest.CARRIED[call] else {"sglang"}
     found = reached(starts)
     missing = {name: str(file.relative_to(ROOT)) for name, file in found.items() if name not in there | reports}

@@ -27,7 +27,7 @@ _BASE = (
 )
 """asyncmoe, its extension and its tests."""
 _TRAINER = (
-    *("megatron-core", "aiohttp", "safetensors"),
+    *("megatron-core", "aiohttp", "safetensors", "tenacity"),
     *("aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict", "propcache", "yarl"),
     *("tokenizers", "transformers", "huggingface-hub", "regex", "tqdm", "anyio", "certifi", "h11", "httpcore", "httpx"),
 )

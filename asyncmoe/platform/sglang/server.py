@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from asyncmoe.imports import uncollected
 from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> None:
 
         if not _CUDA:
             cpu.fork_children()
+    if _CUDA and "--enable-memory-saver" in arguments:
+        _let_preload()
     load_plugins()
     private_meeting.prepare(arguments)
     words = [*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]
@@ -55,6 +58,13 @@ def main(arguments: Sequence[str]) -> None:
         run_server(prepare_server_args(overlap.checked(words)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _let_preload() -> None:
+    """Let children, which load torch_memory_saver's library before torch, find what it needs where torch found it."""
+    files = (Path(word) for word in Path("/proc/self/maps").read_text().split() if word.startswith("/"))
+    folders = {str(file.parent) for file in files if file.name.startswith(("libcuda.so", "libcudart.so"))}
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 if __name__ == "__main__":

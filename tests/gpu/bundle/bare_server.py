@@ -7,7 +7,6 @@ Multiprocessing executes this module again in every child, by its name.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -21,8 +20,6 @@ ON_CARD = (
     *("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "4", "16"),
 )
 """After the defaults that a CPU needs."""
-if "--enable-memory-saver" in sys.argv:
-    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # captured graphs can be released too
 without_kernels.prepare(triton=CARD)
 
 from asyncmoe.platform.sglang import cpu, cpu_memory, server  # noqa: E402

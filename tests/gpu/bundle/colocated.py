@@ -70,8 +70,6 @@ def main() -> None:
         config = parse(configuration(Path(folder)))
         assert config.model.make is not None
         make_model(config.model.path, config.model.make, seed=0)
-        if CARD:
-            processes.let_preload()
         used()  # it makes this process's own context
         stop = threading.Event()
         watcher = threading.Thread(target=watch, args=(samples, used(), stop))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,10 +88,3 @@ def python(folder: Path) -> Path | None:
     script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -m tests.gpu.bundle.bare_server "$@"\n')
     script.chmod(0o755)
     return script
-
-
-def let_preload() -> None:
-    """Let servers, which load the memory saver's library before torch, find what it needs where torch found it: libcuda and libcudart."""
-    torch.cuda.init()
-    folders = {str(Path(word).parent) for word in Path("/proc/self/maps").read_text().split() if re.search(r"/libcuda(rt)?\.so", word)}
-    os.environ["LD_LIBRARY_PATH"] = ":".join([*sorted(folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])

@@ -36,7 +36,8 @@ class WeightSources:
         self._copied = {name: tensor for name, tensor in live.items() if tensor.dtype != wanted[name]}
         self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
         self._device, self._layout, self._float8 = model.mesh.device, layout, payload.float8
-        self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in self.tensors}, self._device)
+        if self._float8 is not None:
+            self.tensors |= empty({name: storage for name, storage in layout.storages.items() if name not in live}, self._device)
 
     def refresh(self) -> None:
         """Update copies and scales from the current weights. Call it only while nothing is being sent."""

@@ -108,10 +108,7 @@ def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
     if switches := [step.switch_seconds for step in rl[1:] if step.switch_seconds]:  # on shared devices one of the two always sleeps
         lost = sum(sum(one.values()) for one in switches)
         if (switched := share([lost], rl[-1].time - rl[0].time) or 0.0) > SWITCH_SHARE:
-            yield (
-                f"Switches take {percent(switched)} of the time ({number(lost / len(switches), 's')} a step): train on more for each, with "
-                "rollout.groups_per_step, or set placement=split."
-            )
+            yield f"Switches take {percent(switched)} of the time ({lost / len(switches):.2g} s a step): raise rollout.groups_per_step."
         return
     # The median over steps is robust to one slow start. For engines, only records after the first step count: that step waits for them.
     trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.telemetry import processes
 from tests.system import trained_once
 from tests.system.runs import AGREES, Command, further, json_lines, logs, metrics, run, start, wait_for
-from tests.system.test_stops import stopped
 from tests.system.trained_once import WARM, process
 
 pytestmark = pytest.mark.system
@@ -33,6 +33,7 @@ LOADED = ("environment.kind=tests.system.pausing:Pausing", "environment.max_turn
 LOADED += ("engines.max_running=256", "evaluation.every=1", "evaluation.prompts=64", "evaluation.max_concurrent=64")
 SCHEDULER, SERVER = ("engine.0", "sglang::scheduler"), ("engine.0", "asyncmoe.platform.sglang")
 RANK, AGENT, CONTROLLER = ("trainer.1", ""), ("engine.0", ""), ("controller", "")
+ASKED = "asking the trainer to save and stop"
 FAULTS = [("killed", *one) for one in (RANK, AGENT, CONTROLLER)] + [("out of memory", *one) for one in (RANK, SCHEDULER)]
 FAULTS += [(how, *one) for how in ("paused", "stopped") for one in (RANK, SCHEDULER, SERVER, CONTROLLER)]
 
@@ -116,7 +117,7 @@ def test_a_process_lost_or_stopped_in_any_state_costs_nothing(tmp_path: Path, ho
     trained_once.exact(directory, steps)
     assert how != "paused" or [one["step"] for one in metrics(directory)] == [*range(1, WARM + steps + 1)]
     said = "".join((out, error, *(path.read_text() for path in (directory / "logs").glob("*.log"))))
-    causes = {"stopped": f"{role} (has been silent|is fenced)", "out of memory": "as when memory runs out"}
+    causes = {"stopped": f"{role} (has been silent|is fenced)", "out of memory": "as when memory runs out|crashed with exit code -9"}
     assert re.search(causes.get(how, ""), said)
 
 
@@ -128,9 +129,17 @@ def test_a_stop_asked_for_in_any_state_saves_and_the_run_goes_on_with_the_same_b
     for state in (*DeviceTurn, None):
         command = begin(directory, *shape)
         reach(directory, state or DeviceTurn.TRAINING, "trainer.0")
+        rank, log = process(directory, "trainer.0"), directory / "logs" / "controller.log"
         if state is None:
+            rank.suspend()
+        before = log.read_text().count(ASKED)
+        command.process.send_signal(signal.SIGINT)
+        if state is None:
+            assert wait_for(lambda: log.read_text().count(ASKED) > before, 30)  # noqa: B023
             process(directory, *SERVER).kill()
-        said = stopped(command)
+            rank.resume()
+        status, _, said = command.finish(90)
+        assert (status, command.gone()) == (130, True), said
         assert ", which is saved; the same command resumes from" in said
         newest = checkpoints.newest(directory)
         assert newest == checkpoints.directory(directory, metrics(directory)[-1]["step"])

@@ -67,8 +67,9 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
 
 
 def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of this rank: {"held": by what they are for, "said": the same as planned for}; and of a pass of one micro-batch {"kept":
-    for the backward pass, "angles": of these the rotary ones, "foreseen": what is planned for}."""
+    """Bytes of this rank: {"held": by what they are for, "said": the same as planned for, "asleep": those kept elsewhere during sleep, and
+    planned for}; and of a pass of one micro-batch {"kept": for the backward pass, "angles": of these the rotary ones, "foreseen": what is
+    planned for}."""
     place = mesh.start(config.trainer)
     built = model.build(hf, config, place)
     stepped = optimizer.build(config, built)
@@ -78,13 +79,12 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
     parallel, training = trainer_parallel(config), budget.training(config, hf, cpu=True)
     said = memory.trainer(hf, parallel, training)[place.pp_rank].parts
     found: dict[str, Any] = {"held": held(built, stepped), "said": {name: said.get(name, 0) for name in PARTS}}
-    found["said"]["asleep"] = moved(memory.GpuMemory(said))
     if place.world == 1:
         m = family_of(hf).shape_of(hf)
         angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
-    found["held"]["asleep"] = asleep(Sleeper(built, stepped, config.run.dir))
+    found["asleep"] = asleep(Sleeper(built, stepped, config.run.dir)), moved(memory.GpuMemory(said))
     leave()
     return found
 

@@ -84,7 +84,7 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
         angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
-    found["asleep"] = asleep(Sleeper(built, stepped, config.run.dir)), moved(memory.GpuMemory(said))
+    found["asleep"] = asleep(Sleeper(config, built, stepped, tuple)), moved(memory.GpuMemory(said))
     leave()
     return found
 

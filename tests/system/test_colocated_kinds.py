@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bfloat16": ("moonlight", HALF),
     "reference": ("qwen3", (*ONE_RANK, "objective.kl.coefficient=0.01", "objective.updates_per_batch=2")),
     **{f"float8-{kind}": (kind, ONE_RANK) for kind in float8.MODELS},
-    "float8-adapters": ("qwen3_moe", (*ONE_RANK, *LORA)),
 }
 
 

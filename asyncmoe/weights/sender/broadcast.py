@@ -78,6 +78,7 @@ class BroadcastPublisher(Publisher):
 
         Raises:
             WeightSyncError: an engine refused the version or its checksums differ; engines that have part of the version are fenced.
+            Disagreement: the checksums of all engines differ.
             WaitTimeout: an engine or the controller did not answer in time.
             RunStopping: on rank 0, if the run is stopped before engines have started.
         """

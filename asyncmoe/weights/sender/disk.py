@@ -48,6 +48,7 @@ class DiskPublisher(Publisher):
         Raises:
             StorageError: rank 0 could not write the version; the engines serve the previous one.
             WeightSyncError: an engine was fenced, because it refused the version or its checksums differ.
+            Disagreement: the checksums of all engines differ.
             WaitTimeout: an engine or the controller did not answer in time.
             RunStopping: on rank 0, if the run is stopped before engines have started.
         """

@@ -90,8 +90,8 @@ async def _serve(config: Config, name: str, index: int, memory: Sequence[str], n
             return await _serve_once(config, name, index, memory, restart, stop)
         except ServerLost as error:
             restart += 1
-            if restart > config.engines.restarts:
-                raise
+            if restart > (most := config.engines.restarts):
+                raise ServerLost(f"{error}; engines.restarts allows {most}" if most else str(error)) from error
             log.warning("%s; it starts again, restart %d of %d", error, restart, config.engines.restarts)
         await unless(stop, asyncio.sleep(BACKOFF_S * 2 ** (restart - 1)))
         if stop.is_set():

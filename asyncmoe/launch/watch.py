@@ -167,7 +167,7 @@ def switched(config: Config, parts: Mapping[str, float] | None) -> list[str]:
     Args:
         parts: `Summary.switch_seconds`.
     """
-    if not parts:
+    if not parts or not config.in_turn:
         return []
     taken, least = sum(parts.values()), sum(switch.bound(config, models.hf_config_of(config)).values())
     return [f"switches: {duration(taken)} a step ({by_part(parts)}), of which the bytes alone need {percent(least / taken)}"]

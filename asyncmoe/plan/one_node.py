@@ -39,7 +39,12 @@ def of_node(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         found.append(replace(best, name="split"))
     if not found:
         got = f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB"
-        raise ConfigError("--gpus-per-node", got=got, expected="room for trainer and engines", hint="take more nodes, or --lora")
+        raise ConfigError(
+            "--gpus-per-node",
+            got=got,
+            expected="room for trainer and engines",
+            hint=f"take more nodes{', or --lora' if cluster.adapter is None else ''}",
+        )
     return tuple(found)
 
 

@@ -50,7 +50,7 @@ def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = 
     parts.sort(key=lambda part: -part[0])
     total, room = trainer.total + engine.total, usable(gpu_gb)
     governed = [(nbytes, way) for nbytes, _, way in parts if way is not None]
-    ways = list(dict.fromkeys(way for nbytes, way in governed if nbytes >= min(governed[0][0], _LARGE * total)))
+    ways = list(dict.fromkeys(way for nbytes, way in governed if nbytes >= min(governed[0][0], _LARGE * total) or way in _SLEEP.values()))
     apart = max(trainer.total, engine.total) <= room
     if len(sides) > 1 and apart:
         ways.append("more GPUs and placement=split")

@@ -106,9 +106,9 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
 
 def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
     if switches := [step.switch_seconds for step in rl[1:] if step.switch_seconds]:  # on shared devices one of the two always sleeps
-        lost = sum(sum(one.values()) for one in switches)
-        if (switched := share([lost], rl[-1].time - rl[0].time) or 0.0) > SWITCH_SHARE:
-            yield f"Switches take {percent(switched)} of the time ({lost / len(switches):.2g} s a step): raise rollout.groups_per_step."
+        each = median(sum(one.values()) for one in switches) or 0.0
+        if (switched := share([each * len(switches)], rl[-1].time - rl[0].time) or 0.0) > SWITCH_SHARE:
+            yield f"Switches take {percent(switched)} of the time ({each:.2g} s a step): raise rollout.groups_per_step."
         return
     # The median over steps is robust to one slow start. For engines, only records after the first step count: that step waits for them.
     trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0
@@ -133,8 +133,8 @@ def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
     seconds = known(step.step_seconds for step in rl)
     updates = [step for step in rl if step.sync_seconds]
     if (synced := share((step.sync_wait_seconds for step in rl), sum(seconds)) or 0.0) > SYNC_SHARE:
-        each = median(step.sync_seconds for step in updates)
-        yield f"Weight sync takes {percent(synced)} of the time ({number(each, 's')} an update): raise sync.every."
+        update_s = median(step.sync_seconds for step in updates)
+        yield f"Weight sync takes {percent(synced)} of the time ({number(update_s, 's')} an update): raise sync.every."
     pause_ms, step_seconds = median(step.pause_ms for step in updates) or 0.0, median(seconds) or 0.0
     if pause_ms / 1000 > PAUSE_SHARE * step_seconds > 0:
         yield f"Engines pause {number(pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."

@@ -113,6 +113,7 @@ class Trainer:
         self._sync, self._expected, self._saver = sync, expected, Saver(config, built, adam)
         self._waits: list[tuple[float, float]] = []
         self._published: Published | None = None  # in turn: the version that the next step's record tells of
+        self._left: float | None = None  # in turn: when the devices began to be left to engines, which is part of the next step
         self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
         self._spans = JsonLines(config.run.dir / TRAINER_SPANS) if self._first else None
@@ -155,14 +156,15 @@ class Trainer:
                 self._begin_sync()
             while self._step < self._total:
                 self._tell_saved()
-                begin = unix()
+                asked = unix()
+                begin, self._left = self._left or asked, None
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check, self._any_has)
-                self._span("wait", begin, unix())
+                self._span("wait", asked, unix())
                 self._take_turn(DeviceTurn.TRAINING)
                 if leased.stop:
                     return True
                 with self._profiler.step(self._step + 1):
-                    self._advance(leased, begin)
+                    self._advance(leased, begin, asked)
         except (WeightSyncError, RunStopping) as error:
             # A run that stops while its engines start has no engines to publish to, which is no error. If the failure came in the middle of
             # a step, the lease returns the same batch again, not a stop.
@@ -196,7 +198,7 @@ class Trainer:
     def _phase(self) -> Phase:
         return "warmup" if self._step < self._config.warmup.steps else "rl"
 
-    def _advance(self, leased: Leased, begin: float) -> None:
+    def _advance(self, leased: Leased, begin: float, asked: float) -> None:
         """Run one step: train on the batch, end its lease, publish, record, save.
 
         The last step of the warm-up is recorded and saved before its weights are published, because publishing waits for engines, which may
@@ -219,11 +221,12 @@ class Trainer:
         published, self._published = self._published, None
         if publishes and not late:
             published = self._publish()
-        self._record(leased, phase, learned, published, (begin, got, trained))
+        self._record(leased, phase, learned, published, (begin, asked, got, trained))
         every = self._config.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
         if publishes and late:
+            self._left = None if self._turns is None or warm else unix()
             self._publish()
 
     def _publish(self) -> Published | None:
@@ -315,7 +318,7 @@ class Trainer:
             self._spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]  # one of the schema's names
 
     def _record(
-        self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float]
+        self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float, float]
     ) -> None:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)

@@ -83,7 +83,7 @@ def run(config: Config, stage: Stage) -> None:
         learned = learner.learn(leased, "rl", step, lambda: None, then if stage.replays else None)
         made = recorder.record(step + 1, leased, learned)
         if metrics is not None:
-            metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, got, unix()), Stood()))
+            metrics.write(step_record(step + 1, leased, "rl", learned, None, 0.0, (begin, begin, got, unix()), Stood()))
         known = directories.directory(source.folder, step + 1)
         checked = stage.replays and then is not None and made.weights != then.weights and known.is_dir()
         found = StepFinding(step + 1, tuple(differences(known, built)) if checked else (), tuple(stale))

@@ -34,7 +34,7 @@ def step_record(
     learned: Learned,
     published: Published | None,
     waited: float,
-    times: tuple[float, float, float],
+    times: tuple[float, float, float, float],
     stood: Stood,
     switched: Mapping[str, float] | None = None,
 ) -> Step:
@@ -47,12 +47,12 @@ def step_record(
         waited: seconds the step waited for weight sync.
         stood: how long training has stood still for checkpoints since the previous step's record.
         switched: what devices' changes of hands have taken since then, in seconds by part; None: devices are not shared.
-        times: Unix times at which the step began, could train its batch and finished training.
+        times: Unix times at which the step began, asked for its batch, could train it and finished training.
 
     Raises:
         InvariantBroken: a figure has no field.
     """
-    begin, got, trained = times
+    begin, asked, got, trained = times
     end = unix()
     items, updates, last = leased.items, learned.updates, learned.updates[-1]
     tree = trees.numbers(items)
@@ -62,7 +62,7 @@ def step_record(
         phase=phase,
         time=end,
         step_seconds=end - begin,
-        wait_seconds=got - begin,
+        wait_seconds=got - asked,
         train_seconds=trained - got,
         sync_wait_seconds=waited,
         sync_seconds=published.seconds if published else None,

@@ -72,6 +72,7 @@ def test_engines_and_trainer_take_turns(tmp_path: Path) -> None:
     assert taken == [*cycle[2:], *cycle * 4]
     steps = [one for one in metrics(tmp_path / "run") if one["phase"] == "rl"]
     assert all(one["staleness_max"] == 0 and min(one["switch_seconds"][part] for part in PARTS) > 0 for one in steps)
+    assert all(one["step_seconds"] > sum(one["switch_seconds"].values()) for one in steps[1:])
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def test_a_server_that_is_fenced_or_dies_joins_again_under_its_name(tmp_path: Pa
 def test_too_many_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, pool, ended = joined(tmp_path, monkeypatch, lambda pool, process: process.kill(), restarts=1)
     assert len(seeds) == 2
-    assert str(ended) == f"{NAME} died: killed"
+    assert str(ended) == f"{NAME} died: killed; engines.restarts allows 1"
     assert pool.present == []
 
 

@@ -77,7 +77,7 @@ def recorded(items: Sequence[Item]) -> Step:
     learned = SimpleNamespace(updates=[SimpleNamespace(**numbers, routing_mismatch={}, figures={})], anomalies={})
     leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
     stood: Any = SimpleNamespace(seconds=0.0, waited=0.0)
-    return step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
+    return step_record(1, leased, "rl", learned, None, 0.0, (0.0, 0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
 
 
 def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:

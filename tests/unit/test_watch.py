@@ -80,7 +80,8 @@ def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: 
 def test_a_run_in_turn_says_which_share_of_a_switch_its_bytes_need(configured: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch.models, "hf_config_of", lambda _: {})
     monkeypatch.setattr(watch.switch, "bound", lambda *_: {"trainer_in": 0.1, "engines_in": 0.2})
-    (line,) = watch.switched(configured, {"trainer_in": 0.5, "update": 1.0})
+    in_turn = configured.model_copy(update={"placement": "colocated"})
+    (line,) = watch.switched(in_turn, {"trainer_in": 0.5, "update": 1.0})
     assert "1.5 s" in line
     assert "20 %" in line
-    assert watch.switched(configured, None) == []
+    assert watch.switched(in_turn, None) == watch.switched(configured, {"update": 1.0}) == []

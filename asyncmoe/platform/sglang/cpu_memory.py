@@ -119,7 +119,8 @@ class CpuMemorySaver:
                 region.backup.flush()
                 os.fdatasync(region.backup.fileno())
                 os.posix_fadvise(region.backup.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else its pages stay in memory
-        log.info("%s: released %d of %d bytes; the others share pages with other memory", tag, released, nbytes)
+        if nbytes:
+            log.info("%s: released %d of %d bytes; the others share pages with other memory", tag, released, nbytes)
 
     def resume(self, tag: str) -> None:
         """Fill a tag's tensors with their backup or with poison."""

@@ -104,7 +104,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False, 
     trainer._step = trainer._saved = done
     trainer._served, trainer._behind, trainer._saver = 0, True, Saver()
     trainer._total, trainer._first, trainer._waits = 5, True, []
-    trainer._turns = trainer._published = None
+    trainer._turns = trainer._published = trainer._left = None
     trainer._metrics = trainer._spans = trainer._model = trainer._optimizer = trainer._expected = None
     try:
         trainer.run()

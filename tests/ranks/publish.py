@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import StorageError, WeightSyncError
+from asyncmoe.errors import Disagreement, StorageError, WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.rpc import keys
@@ -145,7 +145,7 @@ def publish(sender: Publisher, version: int) -> dict[str, Any]:
     try:
         sender.begin(version)
         published = sender.settle()
-    except (WeightSyncError, StorageError) as error:
+    except (Disagreement, WeightSyncError, StorageError) as error:
         return {"error": str(error), "seconds": time.monotonic() - begin}
     if published is None:
         return {"error": None, "left_out": True, "seconds": time.monotonic() - begin}

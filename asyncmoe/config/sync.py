@@ -39,8 +39,8 @@ class SyncSection(Section):
     """Maximum multiprocessors of a GPU that NCCL takes from generation or training to move weights (maxCTAs of its communicator)."""
     verify_every: NonNegative = 50
     """Compare checksums of the engines' and the trainer's weights at the first update and every n-th after it, n being this number; an
-    engine that differs is fenced. Engines pause to compute checksums. Adapters and quantised weights are not compared, weights below
-    adapters at the start and whenever a colocated engine wakes. 0: never. Set 1 to find the first faulty update."""
+    engine that differs is fenced. Engines pause to compute checksums. Adapters and quantised weights are not compared; weights below
+    adapters are, at the start and whenever a colocated engine wakes. 0: never. Set 1 to find the first faulty update."""
     timeout_s: Seconds = 300.0
     """Seconds each part of an update may take before the update fails."""
 

@@ -154,7 +154,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, int] | None,
         Metric("Trajectories dropped so far, by reason; counted as in rollout.jsonl.", "trajectories", key="reason"),
     ] = None
-    step_seconds: Annotated[Amount, Metric("Duration of the step.", "seconds")] = None
+    step_seconds: Annotated[Amount, Metric("Duration of the step, from the end of the one before if devices are shared.", "seconds")] = None
     wait_seconds: Annotated[
         Amount, Metric("Time the step waited for its batch, and then for its turn on shared devices.", "seconds", word="wait")
     ] = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe.config import Config
 from asyncmoe.occupancy import HOLDS, TRAINER, DeviceTurn, Event
 from asyncmoe.platform import collectives
+from asyncmoe.reshard import device_threads
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
@@ -37,7 +38,7 @@ class TrainerTurns:
         self.sleeper: Sleeper | None = None
         self._seconds = defaultdict[str, float](float)
         self._turn, self._first = DeviceTurn.GENERATING, place.rank == 0
-        self._asking = ThreadPoolExecutor(1)
+        self._asking = device_threads.pool("cpu", 1, "turns")
         self._limit_s = config.engines.start_timeout_s + 3 * config.sync.timeout_s + ANSWER_S
         self._client = Client(
             keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.turns", trainer_epoch()

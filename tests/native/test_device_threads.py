@@ -201,7 +201,6 @@ def test_the_sending_thread_of_a_trainer_rank_on_device_1(machine: Machine, monk
 ALLOWED = {
     "reshard/device_threads.py": 2,
     "trainer/data/microbatches.py": 1,  # packs in host memory; whoever takes a micro-batch moves it to the device
-    "trainer/device_turns.py": 1,  # asks the controller
     "trainer/model/checkpoint_saver.py": 1,  # writes what Megatron has copied to host memory
 }
 """Of the packages that touch devices. Another entry says in a comment why its thread never does."""

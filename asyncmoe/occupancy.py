@@ -6,7 +6,7 @@
     DRAINING    engines end what they sample, and release their memory
     ASLEEP      nobody holds memory, except an engine that starts
     TRAINING    the trainer computes; engines sleep
-    WAKING      the trainer has only its parameters, engines only memory for weights, and the weights move
+    WAKING      the trainer has only what it sends, engines only memory for weights, and the weights move
 
 Controller and trainer follow the same table: the trainer says which state it waits for, after it has released what that state does not
 allow (`HOLDS`), and the controller takes one `step` after another until the state is reached. A process that is lost has given its memory
@@ -34,8 +34,8 @@ class DeviceTurn(StrEnum):
 
 
 class MemoryPart(StrEnum):
-    """What may be in a device's memory: of an engine, its weights, and its cache with captured graphs; of the trainer, its parameters, and
-    all else (optimizer state, gradients, activations)."""
+    """What may be in a device's memory: of an engine, its weights, and its cache with captured graphs; of the trainer, the parameters that
+    it trains, and all else (optimizer state, gradients, activations, weights under adapters)."""
 
     WEIGHTS = "weights"
     CACHE = "cache"

@@ -90,7 +90,8 @@ class Config(Section):
             expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
             raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
         if self.sync.every > (most := self.queue.staleness.max_staleness + 1):
-            hint = "lower it, or raise max_staleness: otherwise the queue would never admit the next batch"
+            way = "lower it" if self.run.mode == "sync" else "lower it, or raise max_staleness"
+            hint = f"{way}: otherwise the queue would never admit the next batch"
             raise refused("sync.every", self.sync.every, f"at most queue.staleness.max_staleness + 1 = {most}", hint)
         if self.queue_capacity < self.rollout.batch:
             expected = f"at least a step's batch of rollout.groups_per_step * rollout.group_size = {self.rollout.batch}"

@@ -15,7 +15,7 @@ from asyncmoe.models import checks
 from asyncmoe.occupancy import DeviceTurn
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import GpuMemory, Hf
-from asyncmoe.plan.phases import backup, moved, phases
+from asyncmoe.plan.phases import backup, changed, moved, phases
 from asyncmoe.plan.speeds import Measured
 from asyncmoe.plan.split import Cluster, Split, best_trainer, engine_over, made, suggest
 from asyncmoe.plan.switch import H100, moves
@@ -71,7 +71,7 @@ def seconds(one: Split, update: Forecast, tokens: float) -> Mapping[str, float]:
     time, with a pause for an update that engines do not stage."""
     parts = {"generation": tokens / one.sampled, "training": tokens / one.trained}
     if one.cluster.in_turn:
-        switch = moves(moved(one.trainer.memory), backup(one.engine.memory), update, H100)
+        switch = moves(moved(one.trainer.memory), changed(one.trainer.memory), backup(one.engine.memory), update, H100)
         parts["switch"] = sum(move.seconds for move in switch.values())
         return {**parts, "in all": sum(parts.values())}
     pause = 0.0 if one.engine.serving.staged else update.seconds

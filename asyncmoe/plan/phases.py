@@ -36,8 +36,9 @@ def phases(stages: Sequence[GpuMemory], engine: GpuMemory, sleeps: frozenset[str
     """
     goes = dict.fromkeys(_BRIEF if cpu else (*_BRIEF, "reference"), MemoryPart.STATE)
     goes["copies to send"] = MemoryPart.PARAMETERS
-    chosen = {part: name for part, name in CHOSEN.items() if name in sleeps}
-    goes |= {part: MemoryPart.PARAMETERS if name == "parameters" else MemoryPart.STATE for part, name in chosen.items()}
+    chosen = [part for part, name in CHOSEN.items() if name in sleeps]
+    sent = {"adapters" if any("adapters" in one.parts for one in stages) else "weights"}
+    goes |= {part: MemoryPart.PARAMETERS if part in sent else MemoryPart.STATE for part in chosen}
     context, found = {} if cpu else {"context": ASLEEP}, {}
     for turn in (DeviceTurn.GENERATING, DeviceTurn.TRAINING, DeviceTurn.WAKING):
         mine, theirs = (context, {}) if turn is DeviceTurn.GENERATING else ({}, context)
@@ -49,6 +50,11 @@ def phases(stages: Sequence[GpuMemory], engine: GpuMemory, sleeps: frozenset[str
 def moved(stage: GpuMemory, sleeps: frozenset[str] = SLEEPS) -> int:
     """Return the bytes of a trainer rank that go to host memory and come back; gradients are dropped."""
     return sum(stage.parts.get(part, 0) for part, name in CHOSEN.items() if name in sleeps and name != "gradients")
+
+
+def changed(stage: GpuMemory, sleeps: frozenset[str] = SLEEPS) -> int:
+    """Return the bytes of these that go there at each switch: all but weights under adapters, which never change."""
+    return moved(stage, sleeps) - (stage.parts["weights"] if "adapters" in stage.parts and CHOSEN["weights"] in sleeps else 0)
 
 
 def backup(engine: GpuMemory) -> int:

@@ -1,7 +1,7 @@
 """The least seconds of the moves with which trainer and engines change places on their devices: bytes over a bandwidth. In order:
 
     trainer_in   a trainer rank's parameters and optimizer state come from host memory; gradients begin at zero
-    trainer_out  they go there: the state before engines wake, the parameters after the update
+    trainer_out  what a step changes goes there: the state before engines wake, the parameters after the update
     engines_in   an engine rank's shard of the new weights, read and written once; with adapters, also its base weights from host memory
 
 Nothing overlaps: each needs the memory that the one before has freed. Engines lose their contents when they sleep, which moves no bytes;
@@ -54,18 +54,19 @@ class Move:
     seconds: float
 
 
-def moves(kept: int, backup: int, update: Forecast, rates: Rates) -> Mapping[str, Move]:
+def moves(kept: int, changed: int, backup: int, update: Forecast, rates: Rates) -> Mapping[str, Move]:
     """Return the moves of a switch, by name as above.
 
     Args:
-        kept: bytes of a trainer rank that go to host memory and come back, or of all ranks that write to one disk.
-        backup: the same of an engine rank's weights, which only come back.
+        kept: bytes of a trainer rank that come back from host memory, or of all ranks that write to one disk.
+        changed: bytes of these that go there.
+        backup: as `kept`, of an engine rank's weights.
         update: the weight update, at `rates.between`.
     """
     arrive_s = max(update.within / rates.within, update.seconds)
     return {
         "trainer_in": Move(kept, kept / rates.back),
-        "trainer_out": Move(kept, kept / rates.out),
+        "trainer_out": Move(changed, changed / rates.out),
         "engines_in": Move(backup + update.received, backup / rates.back + arrive_s),
     }
 
@@ -73,16 +74,16 @@ def moves(kept: int, backup: int, update: Forecast, rates: Rates) -> Mapping[str
 def of_run(config: Config, hf: Hf) -> Mapping[str, Move]:
     """Return the moves of a run whose devices are used in turn. Raises as `budget.of_run`."""
     cpu, parallel, engine = budget.for_cpu(config), models.trainer_parallel(config), models.engine_parallel(config)
-    kept = [
-        phases.moved(stage, frozenset(config.trainer.sleep)) for stage in memory.trainer(hf, parallel, budget.training(config, hf, cpu))
-    ]
+    stages, sleeps = memory.trainer(hf, parallel, budget.training(config, hf, cpu)), frozenset(config.trainer.sleep)
+    kept, changed = ([of(stage, sleeps) for stage in stages] for of in (phases.moved, phases.changed))
     serves, rates = budget.serving(config, hf, cpu, staged=False), CPUS if cpu else H100
     back = phases.backup(memory.engine(hf, engine, serves))
     first, count, nic = None if cpu else first_gpu(config, False), config.engines.count, rates.between / 1e9
     update = traffic.foresee(hf, parallel, engine, count, dtype=serves.dtype, adapter=serves.adapter, nic=nic, first=first)
     if cpu:
-        return moves(sum(kept) * parallel.tp * parallel.dp, back * count * engine.world, update, rates)
-    return moves(max(kept), back, update, rates)
+        each = parallel.tp * parallel.dp
+        return moves(sum(kept) * each, sum(changed) * each, back * count * engine.world, update, rates)
+    return moves(max(kept), max(changed), back, update, rates)
 
 
 def bound(config: Config, hf: Hf) -> Mapping[str, float]:

@@ -244,9 +244,11 @@ class Trainer:
 
     def _begin_sync(self) -> None:
         """Begin to publish the weights; where devices are used in turn, finish too, so that engines have their turn."""
+        kept = self._config.adapter is not None and self._expected.of_loaded
+        if self._behind and kept:
+            self._expected.of_files()  # while the weights under adapters are here
         self._take_turn(DeviceTurn.WAKING)
         gpt.gather_weights(self._model)
-        kept = self._config.adapter is not None and self._expected.of_loaded
         if self._behind and (self._turns is None or kept):  # else engines have lost what they loaded, or cannot be asked before they wake
             loaded_weights.compare(self._model, self._expected, self._client, self._step)
         if self._turns is not None:

@@ -16,6 +16,7 @@ from tests.ranks import group
 from tests.ranks.deterministic import trained
 
 NOTHING: Held = frozenset()
+SENT: Held = frozenset({MemoryPart.PARAMETERS})
 TURNS = 4
 
 
@@ -33,14 +34,15 @@ def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
     def between(config: Config, built: gpt.Model, adam: Any) -> None:
         sleeper = sleepers.setdefault(0, Sleeper(config, built, adam, list))
         for _ in range(TURNS):
-            parts = {"parameters": sleeper._parameters(), "gradients": sleeper._gradients()}
-            parts["optimizer"] = sleeper._state(parts["parameters"] | parts["gradients"])
-            held = sum(one.nbytes() for name in config.trainer.sleep for one in parts[name].values())
+            parts = {name: [*sleeper._storages_of(name).values()] for name in ("parameters", "frozen", "gradients", "optimizer")}
+            assert bool(parts["frozen"]) is (config.adapter is not None)
+            sleeping = {name for name in parts if parts[name] and (name if name != "frozen" else "parameters") in config.trainer.sleep}
+            held = sum(one.nbytes() for name in sleeping for one in parts[name])
             used = [held, private()]
-            for turn in (frozenset({MemoryPart.PARAMETERS}), NOTHING, frozenset({MemoryPart.PARAMETERS}), TRAINER):
+            for turn in (SENT, NOTHING, SENT, TRAINER):
                 sleeper.hold(turn)
-                if turn is NOTHING:
-                    assert {name for name in parts if not any(one.nbytes() for one in parts[name].values())} == {*config.trainer.sleep}
+                away = {name for name in sleeping if not any(one.nbytes() for one in parts[name])}
+                assert away == {NOTHING: sleeping, SENT: sleeping - {"parameters"}, TRAINER: set()}[turn]
                 used.append(private())
             sleeps.append(used)
 

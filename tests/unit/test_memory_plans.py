@@ -150,6 +150,8 @@ def test_a_device_holds_one_side_and_what_the_other_keeps() -> None:
     assert adapters.engine.host[PLACEMENT] == adapters.engine.parts["weights"], "the trainer does not send them"
     assert adapters.phases[TRAINING][1].total == adapters.engine.parts["adapters"] + asleep, "SGLang allocates slots outside its saver"
     assert adapters.phases[GENERATING][0].total == asleep, "copies to send sleep with the parameters"
+    sent = adapters.trainer.parts["adapters"] + adapters.trainer.parts["copies to send"]
+    assert adapters.phases[WAKING][0].total == sent + MESSAGES, "weights under adapters sleep while these are sent"
 
 
 def test_state_in_host_memory_does_not_move_again() -> None:
@@ -217,10 +219,11 @@ def test_the_least_seconds_of_a_switch_are_bytes_over_a_bandwidth() -> None:
     assert found["trainer_out"].seconds == held.host[PLACEMENT] / (0.9 * 64e9)
     assert found["engines_in"].nbytes == held.engine.parts["weights"]
     assert found["engines_in"].nbytes / (0.9 * 450e9) >= found["engines_in"].seconds > 0
-    alone = switch.moves(0, 0, Forecast(9000, 0, 0, 9000, 0.0, 9000), switch.H100)["engines_in"]
+    alone = switch.moves(0, 0, 0, Forecast(9000, 0, 0, 9000, 0.0, 9000), switch.H100)["engines_in"]
     assert alone == switch.Move(9000, 9000 * 2 / (0.9 * 3.35e12)), "on one device every byte is read and written"
-    adapters = switch.of_run(in_turn(train="lora"), HF)["engines_in"]
-    assert adapters.seconds > held.engine.parts["weights"] / (0.9 * 64e9), "base weights come back from host memory"
+    adapters = switch.of_run(in_turn(train="lora"), HF)
+    assert adapters["trainer_in"].nbytes - adapters["trainer_out"].nbytes == held.trainer.parts["weights"], "they are kept once"
+    assert adapters["engines_in"].seconds > held.engine.parts["weights"] / (0.9 * 64e9), "base weights come back from host memory"
     assert switch.bound(run, HF) == {name: move.seconds for name, move in found.items()}
     small = demo("placement=colocated", "queue.staleness.max_staleness=0")
     hf = budget.hf_of(small)

@@ -16,11 +16,20 @@ from typing import Any, Protocol
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.occupancy import TRAINER, Held, MemoryPart
+from asyncmoe.occupancy import Held, MemoryPart
 from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.trainer.model.gpt import Model
 
 Storage = torch.UntypedStorage
+_PARTS = {
+    "optimizer": MemoryPart.STATE,
+    "gradients": MemoryPart.STATE,
+    "frozen": MemoryPart.STATE,  # weights under adapters: they never change, so their contents are copied once
+    "parameters": MemoryPart.PARAMETERS,
+    "copies": MemoryPart.PARAMETERS,
+}
+_EMPTY = ("gradients", "copies")
+"""What comes back as zeros."""
 
 
 class Sleeper:
@@ -32,9 +41,12 @@ class Sleeper:
     """
 
     def __init__(self, config: Config, model: Model, optimizer: Any, copies: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._model, self._optimizers, self._copies, self._chosen = model, optimizers(optimizer), copies, config.trainer.sleep
+        self._model, self._optimizers, self._copies = model, optimizers(optimizer), copies
         self._keeper: _Keeper = _Pinned() if model.mesh.device.type == "cuda" else _File(config.run.dir)
-        self._released: dict[MemoryPart, list[tuple[Storage, int, bool]]] = {}
+        chosen = {*config.trainer.sleep, "copies", *(("frozen",) if "parameters" in config.trainer.sleep else ())}
+        self._parts = {name: part for name, part in _PARTS.items() if name in chosen}
+        self._kept: set[str] = set()
+        self._released: dict[str, list[tuple[Storage, int]]] = {}
 
     def hold(self, held: Held) -> None:
         """Release the trainer's memory that is not in `held`, and take back the rest.
@@ -42,49 +54,53 @@ class Sleeper:
         Raises:
             OSError: the file cannot be written or read.
         """
-        for part in sorted(TRAINER - held - self._released.keys()):
-            found = [(one, one.nbytes(), needed) for one, needed in self._releasable(part)]
-            self._keeper.keep(part, [one for one, _, needed in found if needed])
-            for storage, _, _ in found:
-                storage.resize_(0)
-            self._released[part] = found
+        for name in [name for name, part in self._parts.items() if part not in held and name not in self._released]:
+            self._release(name)
         _trim(self._model.mesh.device)
-        for part in sorted(held & self._released.keys()):
-            found = self._released.pop(part)
-            for storage, nbytes, needed in found:
-                storage.resize_(nbytes)
-                if not needed:
-                    _bytes(storage).zero_()
-            self._keeper.restore(part, [one for one, _, needed in found if needed])
+        for name in [name for name in self._released if self._parts[name] in held]:
+            self._take_back(name)
 
-    def _releasable(self, part: MemoryPart) -> Iterator[tuple[Storage, bool]]:
-        """Yield the storages of a part, and whether their contents are needed later."""
-        parameters = self._parameters()
-        if part is MemoryPart.PARAMETERS:
-            if "parameters" in self._chosen:
-                yield from ((one, True) for one in parameters.values())
-            yield from ((one, False) for one in self._storages(self._copies()).values())
-            return
-        gradients = self._gradients()
-        if "optimizer" in self._chosen:
-            yield from ((one, True) for one in self._state(parameters | gradients).values())
-        if "gradients" in self._chosen:
-            yield from ((one, False) for one in gradients.values())
+    def _release(self, name: str) -> None:
+        storages = list(self._storages_of(name).values())
+        if name not in (*_EMPTY, *self._kept):
+            self._keeper.keep(name, storages)
+        if name == "frozen":
+            self._kept.add(name)
+        self._released[name] = [(one, one.nbytes()) for one in storages]
+        for storage in storages:
+            storage.resize_(0)
 
-    def _parameters(self) -> dict[int, Storage]:
-        return self._storages(tensor for chunk in self._model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    def _take_back(self, name: str) -> None:
+        found = self._released.pop(name)
+        for storage, nbytes in found:
+            storage.resize_(nbytes)
+            if name in _EMPTY:
+                _bytes(storage).zero_()
+        if name not in _EMPTY:
+            self._keeper.restore(name, [one for one, _ in found])
 
-    def _gradients(self) -> dict[int, Storage]:
-        parameters = (parameter for chunk in self._model.chunks for parameter in chunk.parameters())
-        return self._storages(grad for one in parameters if (grad := getattr(one, "main_grad", None)) is not None)
+    def _storages_of(self, name: str) -> dict[int, Storage]:
+        if name == "copies":
+            return self._storages(self._copies())
+        if name == "gradients":
+            return self._storages(grad for one in self._each(True) if (grad := getattr(one, "main_grad", None)) is not None)
+        trained = self._storages((*self._each(True), *(one for chunk in self._model.chunks for one in chunk.buffers())))
+        if name == "parameters":
+            return trained
+        if name == "frozen":
+            return {place: one for place, one in self._storages(self._each(False)).items() if place not in trained}
+        others = trained | self._storages_of("gradients")
+        return {place: one for place, one in self._state().items() if place not in others}
 
-    def _state(self, others: dict[int, Storage]) -> dict[int, Storage]:
+    def _each(self, trained: bool) -> Iterator[torch.Tensor]:
+        return (one for chunk in self._model.chunks for one in chunk.parameters() if one.requires_grad is trained)
+
+    def _state(self) -> dict[int, Storage]:
         """Adam's averages and the masters, which the optimizer may share with the model."""
         groups = [one.optimizer for one in self._optimizers]
         masters = (parameter for one in groups for group in one.param_groups for parameter in group["params"])
         averages = (value for one in groups for state in one.state.values() for value in state.values())
-        found = self._storages(tensor for tensor in (*masters, *averages) if isinstance(tensor, torch.Tensor))
-        return {place: storage for place, storage in found.items() if place not in others}
+        return self._storages(tensor for tensor in (*masters, *averages) if isinstance(tensor, torch.Tensor))
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, Storage]:
         """Return the storages on this rank's device by the addresses of their C++ objects, without empty ones and those of others, such as
@@ -95,28 +111,28 @@ class Sleeper:
 
 
 class _Keeper(Protocol):
-    def keep(self, part: MemoryPart, storages: list[Storage]) -> None: ...
+    def keep(self, name: str, storages: list[Storage]) -> None: ...
 
-    def restore(self, part: MemoryPart, storages: list[Storage]) -> None: ...
+    def restore(self, name: str, storages: list[Storage]) -> None: ...
 
 
 class _Pinned:
     """Keeps contents in pinned host memory."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[MemoryPart, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
-    def keep(self, part: MemoryPart, storages: list[Storage]) -> None:
+    def keep(self, name: str, storages: list[Storage]) -> None:
         for at, storage in enumerate(storages):
-            buffer = self._buffers.get((part, at))
+            buffer = self._buffers.get((name, at))
             if buffer is None:
-                buffer = self._buffers[part, at] = _pinned(storage.nbytes())
+                buffer = self._buffers[name, at] = _pinned(storage.nbytes())
             buffer.copy_(_bytes(storage), non_blocking=True)
         torch.cuda.synchronize()
 
-    def restore(self, part: MemoryPart, storages: list[Storage]) -> None:
+    def restore(self, name: str, storages: list[Storage]) -> None:
         for at, storage in enumerate(storages):
-            _bytes(storage).copy_(self._buffers[part, at], non_blocking=True)
+            _bytes(storage).copy_(self._buffers[name, at], non_blocking=True)
         torch.cuda.synchronize()
 
 
@@ -128,13 +144,13 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 class _File:
-    """Keeps contents in a file for each part."""
+    """Keeps contents in a file for each name."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = {part: tempfile.TemporaryFile(dir=folder) for part in TRAINER}  # noqa: SIM115  as long-lived as the trainer
+        self._files = {name: tempfile.TemporaryFile(dir=folder) for name in _PARTS}  # noqa: SIM115  as long-lived as the trainer
 
-    def keep(self, part: MemoryPart, storages: list[Storage]) -> None:
-        file = self._files[part]
+    def keep(self, name: str, storages: list[Storage]) -> None:
+        file = self._files[name]
         file.seek(0)
         for storage in storages:
             file.write(_view(storage))
@@ -142,8 +158,8 @@ class _File:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else its pages stay in memory
 
-    def restore(self, part: MemoryPart, storages: list[Storage]) -> None:
-        file = self._files[part]
+    def restore(self, name: str, storages: list[Storage]) -> None:
+        file = self._files[name]
         file.seek(0)
         for storage in storages:
             file.readinto(_view(storage))

@@ -47,7 +47,8 @@ class ExpectedChecksums:
     def of_files(self) -> Checksums:
         """Return the expected checksums of engines that have loaded the model's files; call it before the first `of_next`, while the
         trainer still has these weights (apart from adapters). Collective, with the result on rank 0, as `of_next`."""
-        self._files = self._computed()
+        if self._files is None:
+            self._files = self._computed()
         return self._files
 
     def of_next(self) -> Checksums:

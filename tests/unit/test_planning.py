@@ -143,7 +143,9 @@ def test_a_step_in_turn_is_the_sum_and_divided_the_longer_part(tmp_path: Path) -
     assert one["step_s"]["switch"] == pytest.approx(2 * kept / (0.9 * 64e9) + arrive)
     assert one["step_s"]["in all"] == pytest.approx(sum(one["step_s"][part] for part in ("generation", "training", "switch")))
     assert other["step_s"]["in all"] == max(other["step_s"]["generation"], other["step_s"]["training"])
-    command("--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 1, "--gpus-per-node", 1, "--lora", "rank=16,experts=shared_outer")  # one way
+    command(
+        "--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 1, "--gpus-per-node", 1, "--lora", "rank=16,experts=shared_outer"
+    )  # one way
 
 
 def test_float8_is_said_and_a_model_that_a_run_refuses_too() -> None:

@@ -18,7 +18,7 @@ from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.async_client import AsyncClient
-from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineStarts
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder, EngineStarts, TurnTaken
 from asyncmoe.rpc.node_messages import EngineNodes
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
@@ -128,11 +128,12 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
 
 
 async def may_start(config: Config, name: str) -> bool:
-    """Wait until an engine that uses the trainer's devices in turn may start. Raises WaitTimeout: the controller does not answer."""
+    """Wait until an engine that uses the trainer's devices in turn may start; the trainer has limits of its own. Raises WaitTimeout: the
+    controller does not answer."""
     rendezvous = await controller(config.run.dir, config.engines.start_timeout_s)
     with contextlib.closing(AsyncClient(rendezvous, rendezvous.controller)) as client:
-        wait_s = config.queue.lease_timeout_s
-        await client.ask(EngineStarts(name, wait_s), wait_s + GRACE_S)
+        while not isinstance((await client.ask(EngineStarts(name, GRACE_S), 2 * GRACE_S))[0], TurnTaken):
+            heartbeats.beat("waiting for its turn")
     return True
 
 

@@ -241,8 +241,8 @@ class EngineJoin(Message, frozen=True):
 
 
 class EngineStarts(Message, frozen=True):
-    """An engine that uses the trainer's devices in turn asks to start. Answered once it may, within `wait_s`; until it joins, no
-    other turn begins."""
+    """An engine that uses the trainer's devices in turn asks to start. Answered once it may, and until it joins no other turn
+    begins; or after `wait_s` (`Done`)."""
 
     name: str
     wait_s: Wait
@@ -358,7 +358,7 @@ class Committed(Message, frozen=True):
 
 
 class TurnTaken(Message, frozen=True):
-    """Reply to `TurnAwaited`: the state is reached."""
+    """Reply to `TurnAwaited` and `EngineStarts`: the turn has come."""
 
     seconds: dict[str, float]
     """What engines did for it, by part of `asyncmoe.telemetry.schema.Step.switch_seconds`."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from asyncmoe.engines import engine_stay
 from asyncmoe.engines.membership import RemoteEngine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.occupancy import TRAINER, DeviceTurn, Event
-from asyncmoe.rpc.messages import EngineJoin, TurnAwaited, TurnTaken
+from asyncmoe.rpc.messages import Done, EngineJoin, EngineStarts, TurnAwaited, TurnTaken
 from asyncmoe.trainer import device_turns as trainers
 from asyncmoe.trainer.device_turns import TrainerTurns
 from asyncmoe.weights.coordinator import device_turns
@@ -97,6 +99,26 @@ async def test_without_engines_the_run_waits_for_one_as_long_as_none_may_start(m
     pool.asleep = False
     now[0] += 2 * LIMIT_S
     assert not pool.awaited
+
+
+@asynchronous
+async def test_an_engine_waits_to_start_as_long_as_the_trainer_works_and_then_no_turn_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, _ = turns_of(1)
+    await turns.wait_for(DeviceTurn.TRAINING)
+    asked = list[EngineStarts]()
+
+    async def ask(request: EngineStarts, _: float) -> tuple[TurnTaken | Done, list[Any]]:
+        asked.append(request)
+        if len(asked) == 3:
+            turns.turn = DeviceTurn.ASLEEP
+        return TurnTaken({}) if await turns.may_start(request.name, 0.0) else Done(), []
+
+    monkeypatch.setattr(engine_stay, "AsyncClient", Mock(return_value=Mock(ask=ask)))
+    monkeypatch.setattr(engine_stay, "controller", AsyncMock())
+    assert await engine_stay.may_start(demo(), "engine.1")
+    assert len(asked) == 3
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(turns.wait_for(DeviceTurn.TRAINING), LIMIT_S)
 
 
 @asynchronous

@@ -157,8 +157,7 @@ class WeightUpdateCoordinator:
         if isinstance(request, TurnAwaited):
             return await self._pass_turn(request)
         if isinstance(request, EngineStarts):
-            await self._turns.let_start(request.name, request.wait_s)
-            return Done()
+            return TurnTaken({}) if await self._turns.may_start(request.name, request.wait_s) else Done()
         answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)

@@ -84,14 +84,15 @@ class EngineTurns:
                     until = time.monotonic() + self._start_s
         return dict(seconds)
 
-    async def let_start(self, name: str, wait_s: float) -> None:
-        """Wait until an engine may start, and count it as starting until it joins. Raises WaitTimeout."""
+    async def may_start(self, name: str, wait_s: float) -> bool:
+        """Wait until an engine may start, and count it as starting until it joins. Return False if it may not within `wait_s`."""
         until = time.monotonic() + wait_s
         while self.turn not in MAY_START:
             if time.monotonic() > until:
-                raise WaitTimeout(name, f"its turn to start, {self.turn.value} until then", wait_s)
+                return False
             await asyncio.sleep(_POLL_S)
         self._starting[name] = time.monotonic() + self._start_s
+        return True
 
     def _any_starts(self) -> bool:
         here, now = {member.engine.name for member in self._pool.present}, time.monotonic()

@@ -131,8 +131,9 @@ class Config(Section):
         if self.engines.max_running % groups:
             raise refused("engines.max_running", self.engines.max_running, f"a multiple of engines.dp_attention = {groups}")
         cache, most = self.engines.max_total_tokens, self.environment.max_tokens
-        if groups > 1 and cache is not None and most is not None and cache // groups < most:
-            expected = f"at least {groups * most}: each of engines.dp_attention = {groups} groups must hold environment.max_tokens = {most}"
+        key, most = ("rollout.max_new_tokens", self.rollout.max_new_tokens) if most is None else ("environment.max_tokens", most)
+        if cache is not None and cache // groups < most:
+            expected = f"at least {groups * most}: each of engines.dp_attention = {groups} groups must hold {key} = {most}"
             raise refused("engines.max_total_tokens", cache, expected)
         return self
 

@@ -79,7 +79,12 @@ class RecordedRun:
                 return one
             log.warning("%s is damaged: %s; training begins earlier", checkpoint.name, fault)
         got = f"checkpoints of steps {ranges(self.bases)}" if self.bases else "no checkpoint"
-        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=self._hint)
+        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=self._possible)
+
+    @property
+    def _possible(self) -> str:
+        first, last = self.newest
+        return f"steps {first} to {last} can be replayed; {self._hint}"
 
     @property
     def _hint(self) -> str:
@@ -95,7 +100,7 @@ class RecordedRun:
         there = {*self.steps}
         if (lacking := next((step for step in range(first + 1, last + 1) if step not in there), None)) is not None:
             got = f"step {lacking} without {'a batch in the log' if lacking in self.recorded.steps else 'a record'}"
-            raise DataError(str(self.folder), got=got, expected="a record and a batch of every step", hint=self._hint)
+            raise DataError(str(self.folder), got=got, expected="a record and a batch of every step", hint=self._possible)
 
         def kind(step: int) -> tuple[object, ...]:
             start = self.recorded.starts[step]

@@ -131,6 +131,9 @@ def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
 
 def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
     if float8_of(hf) is None:
+        if config.engines.quantises and config.adapter is None and config.sync.method == "reshard":
+            expected = "broadcast because engines.args quantise the weights; change either key"
+            raise ConfigError("sync.method", got="reshard", expected=expected)
         return
     if config.adapter is not None:
         hint = "use the model's bfloat16 checkpoint"

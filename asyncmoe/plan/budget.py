@@ -78,8 +78,8 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     largest = max(every, key=lambda stage: stage.total)
     keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [OFFLOAD, "objective.kl.coefficient"])
     needs = {key: nbytes for key in keys if (nbytes := max(stage.host[key] for stage in every))}
-    if config.in_turn and not cpu:
-        needs[PLACEMENT] = max(moved(stage, frozenset(config.trainer.sleep)) for stage in every)
+    if config.in_turn and not cpu and (kept := max(moved(stage, frozenset(config.trainer.sleep)) for stage in every)):
+        needs[PLACEMENT] = kept
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))

@@ -43,7 +43,7 @@ def of_node(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
             "--gpus-per-node",
             got=got,
             expected="room for trainer and engines",
-            hint=f"take more nodes{', or --lora' if cluster.adapter is None else ''}",
+            hint=f"take more GPUs, or {'--lora' if cluster.adapter is None else 'smaller adapters (experts=shared_outer)'}",
         )
     return tuple(found)
 

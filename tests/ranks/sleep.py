@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncmoe.config import Config
+from asyncmoe.errors import StorageError
 from asyncmoe.occupancy import TRAINER, Held, MemoryPart
 from asyncmoe.trainer.model import gpt
-from asyncmoe.trainer.model.sleep import Sleeper
+from asyncmoe.trainer.model.sleep import Sleeper, _File
 from tests.ranks import group
 from tests.ranks.deterministic import trained
 
@@ -47,7 +49,20 @@ def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
             sleeps.append(used)
 
     slept = trained(path, variant, layout, between)
-    return {"sleeps": sleeps, "equal": slept == trained(path, variant, layout)}
+    return {"sleeps": sleeps, "equal": slept == trained(path, variant, layout), "full": full(path)}
+
+
+def full(path: Path) -> str:
+    """What is said if the file cannot take what sleeps."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        _File(path).keep("parameters", [torch.zeros(1 << 20).untyped_storage()])
+    except StorageError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
 
 
 def private() -> int:

@@ -21,6 +21,7 @@ def test_sleep_changes_no_bit_and_frees_memory(tmp_path: Path) -> None:
     for one in launch.run("sleep", 2, tmp_path, str(tmp_path), *CASES):
         for name, found in one.items():
             assert found["equal"], name
+            assert str(tmp_path) in found["full"]
             for held, before, _, asleep, *_ in found["sleeps"]:
                 assert before - asleep >= 0.95 * held, name
             taken = [again for *_, again in found["sleeps"][:4]]  # between two steps

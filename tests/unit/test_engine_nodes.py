@@ -39,6 +39,7 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
         (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected none of .* set engines.dp_attention"),
         (("engines.tp=2", "engines.dp_attention=2", "engines.max_running=9"), "engines.max_running: got 9, expected a multiple of"),
         (("engines.tp=2", "engines.dp_attention=2", *FULL), "engines.max_total_tokens: got 199, expected at least 200"),
+        (("engines.max_total_tokens=64", "rollout.max_new_tokens=65"), "engines.max_total_tokens: got 64, expected at least 65"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(overrides: Sequence[str], words: str) -> None:

@@ -58,6 +58,13 @@ def test_other_ways_are_refused(changes: dict[str, Any], words: list[str]) -> No
     refused(lambda: models.check(config(), {**QWEN, "quantization_config": {**float8.CONFIG, **changes}}), words)
 
 
+def test_engines_that_quantise_what_they_load_get_whole_weights() -> None:
+    loads = {"args": ["--quantization", "fp8"]}
+    models.check(config({}, loads), QWEN)
+    plain = {key: value for key, value in QWEN.items() if key != "quantization_config"}
+    refused(lambda: models.check(config({}, loads), plain), ["sync.method", "expected broadcast"])
+
+
 def test_sizes_that_cut_blocks_are_refused() -> None:
     models.check(config({"ranks": 2, "tp": 2}, {"tp": 2}), QWEN)
     words = ["shards of float8", "blocks of 128 x 128", "lower tp of the"]

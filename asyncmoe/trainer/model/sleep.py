@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncmoe import storage
 from asyncmoe.config import Config
 from asyncmoe.occupancy import Held, MemoryPart
 from asyncmoe.platform.megatron.any_layout import optimizers
@@ -52,7 +53,7 @@ class Sleeper:
         """Release the trainer's memory that is not in `held`, and take back the rest.
 
         Raises:
-            OSError: the file cannot be written or read.
+            StorageError: the disk is full, or fails.
         """
         for name in [name for name, part in self._parts.items() if part not in held and name not in self._released]:
             self._release(name)
@@ -67,15 +68,15 @@ class Sleeper:
         if name == "frozen":
             self._kept.add(name)
         self._released[name] = [(one, one.nbytes()) for one in storages]
-        for storage in storages:
-            storage.resize_(0)
+        for one in storages:
+            one.resize_(0)
 
     def _take_back(self, name: str) -> None:
         found = self._released.pop(name)
-        for storage, nbytes in found:
-            storage.resize_(nbytes)
+        for one, nbytes in found:
+            one.resize_(nbytes)
             if name in _EMPTY:
-                _bytes(storage).zero_()
+                _bytes(one).zero_()
         if name not in _EMPTY:
             self._keeper.restore(name, [one for one, _ in found])
 
@@ -107,7 +108,7 @@ class Sleeper:
         NumPy's."""
         device = self._model.mesh.device.type
         each = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
-        return {storage._cdata: storage for storage in each if storage.nbytes() and storage.resizable()}
+        return {one._cdata: one for one in each if one.nbytes() and one.resizable()}
 
 
 class _Keeper(Protocol):
@@ -123,16 +124,16 @@ class _Pinned:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
     def keep(self, name: str, storages: list[Storage]) -> None:
-        for at, storage in enumerate(storages):
+        for at, one in enumerate(storages):
             buffer = self._buffers.get((name, at))
             if buffer is None:
-                buffer = self._buffers[name, at] = _pinned(storage.nbytes())
-            buffer.copy_(_bytes(storage), non_blocking=True)
+                buffer = self._buffers[name, at] = _pinned(one.nbytes())
+            buffer.copy_(_bytes(one), non_blocking=True)
         torch.cuda.synchronize()
 
     def restore(self, name: str, storages: list[Storage]) -> None:
-        for at, storage in enumerate(storages):
-            _bytes(storage).copy_(self._buffers[name, at], non_blocking=True)
+        for at, one in enumerate(storages):
+            _bytes(one).copy_(self._buffers[name, at], non_blocking=True)
         torch.cuda.synchronize()
 
 
@@ -147,32 +148,34 @@ class _File:
     """Keeps contents in a file for each name."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files = {name: tempfile.TemporaryFile(dir=folder) for name in _PARTS}  # noqa: SIM115  as long-lived as the trainer
 
     def keep(self, name: str, storages: list[Storage]) -> None:
         file = self._files[name]
         file.seek(0)
-        for storage in storages:
-            file.write(_view(storage))
-        file.flush()
-        os.fdatasync(file.fileno())
+        with storage.writing("what the sleeping trainer keeps", self._folder):
+            for one in storages:
+                file.write(_view(one))
+            file.flush()
+            os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else its pages stay in memory
 
     def restore(self, name: str, storages: list[Storage]) -> None:
         file = self._files[name]
         file.seek(0)
-        for storage in storages:
-            file.readinto(_view(storage))
+        for one in storages:
+            file.readinto(_view(one))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _bytes(storage: Storage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes(one: Storage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=one.device).set_(one)
 
 
-def _view(storage: Storage) -> memoryview:
+def _view(one: Storage) -> memoryview:
     """View a storage in host memory; one that NumPy views can never be resized."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * one.nbytes()).from_address(one.data_ptr())).cast("B")
 
 
 def _trim(device: torch.device) -> None:

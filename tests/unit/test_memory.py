@@ -212,7 +212,7 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, support=20), True, True, 1000, ONE)
     assert budget.serving(rich, HF) == EngineMemory(6000, True, 2048, 3, "float32", kind, 1000, routes=True, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
-    assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
+    assert budget.serving(config(engines={"max_total_tokens": 7777}), HF).tokens == 7777
     assert not budget.stages(config(sync={"method": "broadcast"}), HF, 1e6)
 
 

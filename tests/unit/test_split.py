@@ -257,7 +257,7 @@ def test_the_keys_for_one_machine_make_runs_that_fit(cluster: Cluster) -> None:
 
 
 def test_a_machine_on_which_nothing_fits_is_refused() -> None:
-    for cluster in (Cluster(1, gpus=2), Cluster(1, gpus=1, gpu_gb=141.0, adapter=KIND)):  # the second for two copies of its base weights
+    for cluster in (Cluster(1, gpus=2), Cluster(1, gpus=1, gpu_gb=60.0, adapter=KIND)):
         with pytest.raises(ConfigError) as caught:
             one_node.of_node(HF, cluster)
         assert ("--lora" in str(caught.value.hint)) == (cluster.adapter is None)

@@ -133,7 +133,8 @@ class Config(Section):
         cache, most = self.engines.max_total_tokens, self.environment.max_tokens
         key, most = ("rollout.max_new_tokens", self.rollout.max_new_tokens) if most is None else ("environment.max_tokens", most)
         if cache is not None and cache // groups < most:
-            expected = f"at least {groups * most}: each of engines.dp_attention = {groups} groups must hold {key} = {most}"
+            holds = "it" if groups == 1 else f"each of engines.dp_attention = {groups} groups"
+            expected = f"at least {groups * most}: {holds} must hold {key} = {most}"
             raise refused("engines.max_total_tokens", cache, expected)
         return self
 

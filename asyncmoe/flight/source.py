@@ -79,17 +79,13 @@ class RecordedRun:
                 return one
             log.warning("%s is damaged: %s; training begins earlier", checkpoint.name, fault)
         got = f"checkpoints of steps {ranges(self.bases)}" if self.bases else "no checkpoint"
-        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=self._possible)
-
-    @property
-    def _possible(self) -> str:
-        first, last = self.newest
-        return f"steps {first} to {last} can be replayed; {self._hint}"
+        raise DataError(str(self.folder), got=got, expected=f"one of step {step} or earlier, to begin with", hint=self._hint)
 
     @property
     def _hint(self) -> str:
-        there = ranges(self.steps) or "none"
-        return f"steps with a record and a batch: {there}; log.keep sets how many are kept, and the warm-up is not recorded"
+        there, newest = ranges(self.steps) or "none", self._newest
+        possible = "" if newest is None else f"steps {newest[0]} to {newest[1]} can be replayed; "
+        return f"{possible}steps with a record and a batch: {there}; log.keep sets how many are kept, and the warm-up is not recorded"
 
     def stretches(self, first: int, last: int) -> list[ConfiguredSteps]:
         """Split steps `first + 1` to `last` into stretches.
@@ -100,7 +96,7 @@ class RecordedRun:
         there = {*self.steps}
         if (lacking := next((step for step in range(first + 1, last + 1) if step not in there), None)) is not None:
             got = f"step {lacking} without {'a batch in the log' if lacking in self.recorded.steps else 'a record'}"
-            raise DataError(str(self.folder), got=got, expected="a record and a batch of every step", hint=self._possible)
+            raise DataError(str(self.folder), got=got, expected="a record and a batch of every step", hint=self._hint)
 
         def kind(step: int) -> tuple[object, ...]:
             start = self.recorded.starts[step]
@@ -112,14 +108,18 @@ class RecordedRun:
     @property
     def newest(self) -> tuple[int, int]:
         """The first and the last of the newest consecutive steps that can be trained again. Raises DataError: there is none."""
+        if (found := self._newest) is None:
+            raise DataError(str(self.folder), got="no batch of a step after a checkpoint", expected="some", hint=self._hint)
+        return found
+
+    @property
+    def _newest(self) -> tuple[int, int] | None:
         there = {*self.steps}
         first = last = max(there, default=0)
         while first - 1 in there:
             first -= 1
         begins = [one for one in self.bases if first - 1 <= one < last]
-        if not begins:
-            raise DataError(str(self.folder), got="no batch of a step after a checkpoint", expected="some", hint=self._hint)
-        return begins[0] + 1, last
+        return (begins[0] + 1, last) if begins else None
 
 
 def ranges(steps: Collection[int]) -> str:

@@ -100,7 +100,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     if (ids := config.objective.score_centering) > hf["vocab_size"]:  # a request for more would end the engine
         raise ConfigError("objective.score_centering", got=ids, expected=f"at most {hf['vocab_size']}, the size of the vocabulary")
     family.check(hf, trainer_parallel(config), engine_parallel(config))
-    _check_float8(config, hf)
+    _check_quantised(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
@@ -129,7 +129,7 @@ def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
     return None if config.adapter is None else kind_of(config.adapter, shape_of(hf))
 
 
-def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
+def _check_quantised(config: Config, hf: Mapping[str, Any]) -> None:
     if float8_of(hf) is None:
         if config.engines.quantises and config.adapter is None and config.sync.method == "reshard":
             expected = "broadcast because engines.args quantise the weights; change either key"

@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from asyncmoe.config import Config
@@ -40,12 +41,12 @@ def both(path: Path, variant: str, layout: str) -> dict[str, Any]:
             assert bool(parts["frozen"]) is (config.adapter is not None)
             sleeping = {name for name in parts if parts[name] and (name if name != "frozen" else "parameters") in config.trainer.sleep}
             held = sum(one.nbytes() for name in sleeping for one in parts[name])
-            used = [held, private()]
+            used = [held, psutil.Process().memory_full_info().uss]
             for turn in (SENT, NOTHING, SENT, TRAINER):
                 sleeper.hold(turn)
                 away = {name for name in sleeping if not any(one.nbytes() for one in parts[name])}
                 assert away == {NOTHING: sleeping, SENT: sleeping - {"parameters"}, TRAINER: set()}[turn]
-                used.append(private())
+                used.append(psutil.Process().memory_full_info().uss)
             sleeps.append(used)
 
     slept = trained(path, variant, layout, between)
@@ -63,12 +64,6 @@ def full(path: Path) -> str:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return ""
-
-
-def private() -> int:
-    """Bytes of this process that it shares with no other."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 if __name__ == "__main__":
